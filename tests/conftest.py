@@ -71,11 +71,11 @@ def world() -> Communicator:
 @pytest.fixture(autouse=True, scope="module")
 def _code_of_this_module_only() -> Generator[None]:
     """Forget users' code that tests of a module have loaded: a run records all code of its process."""
-    files, beside = dict(user_code._files), list(user_code._beside)
+    files, folders = dict(user_code._files), list(user_code._beside)
     yield
     user_code._files.clear()
     user_code._files.update(files)
-    user_code._beside[:] = beside
+    user_code._beside[:] = folders
 
 
 @pytest.fixture
@@ -96,7 +96,7 @@ class RankAgreement:
         report = yield
         if report.when != "teardown":
             self._agree(item.nodeid, report)
-        elif report.failed:  # the barrier between tests is behind us: nobody is there to agree with
+        elif report.failed:  # the barrier between tests is past: no rank is there to agree with
             self._end(item.nodeid, report)
         return report
 
@@ -140,7 +140,7 @@ class RankAgreement:
 
 
 class TemporaryDirectories:
-    """Gives every rank a root of its own: where ranks share one and pytest tidies up, they remove each other's directories."""
+    """Make a root for each rank: where ranks share one and pytest tidies up, they remove each other's directories."""
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_configure(self, config: pytest.Config) -> None:
@@ -186,5 +186,5 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 def job() -> Callable[..., Outcome]:
     """`tests.support.jobs.run_job`, where there is an mpiexec."""
     if find_mpiexec() is None:
-        pytest.skip("there is no mpiexec, neither beside this Python nor on PATH")
+        pytest.skip("there is no mpiexec, neither next to this Python nor on PATH")
     return run_job

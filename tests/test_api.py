@@ -38,7 +38,7 @@ def alone() -> Result:
 
 
 def trained(job: Job, ranks: int, path: Path, steps: int = TASK.steps, **keywords: object) -> dict[str, np.ndarray]:
-    """The tensors that the program ends with, after so many steps."""
+    """Return the tensors that the program ends with, after `steps` steps."""
     given = json.dumps({"start": {"progress": "test"}, "replica": {}, "loader": {}, **keywords})
     outcome = job(ranks, ["-m", "tests.support.api_program", str(path), str(steps), given], cwd=ROOT)
     assert outcome.code == 0, outcome.output
@@ -134,7 +134,7 @@ atexit.register(lambda: print(f"rank {job.rank}: {before} operations, then {job.
 replica = job.replica(nets.plain(), (9, 7, 3), backend='numpy')
 for batch in job.array_loader(replica, np.zeros((8, 9, 7, 3), np.float32), np.arange(8) % 5).epoch(0):
     replica.step(batch, lr=0.01)
-class Slow:  # the messages of the step may be complete already; this one is not found complete by the test at its posting
+class Slow:  # incomplete at the first test, on posting; the messages of the step may be complete already
     def __init__(self):
         self.tests, self.sums = 0, np.ones(1000)
         self.message = job.world.iallreduce(self.sums)

@@ -27,7 +27,7 @@ from tests.test_api import alone_without_a_launcher as alone_without_a_launcher
 ROOT = Path(__file__).parents[1]
 Job = Callable[..., Outcome]
 
-#: a program of 6 steps; FAULT comes on the last rank before the fourth, END is called behind each. Keywords are of `start`
+#: a program of 6 steps; FAULT comes on the last rank before the fourth, END is called after each. Keywords are of `start`
 PROGRAM = """
 import os, signal, sys, time
 import numpy as np
@@ -137,7 +137,7 @@ def test_a_request_to_stop_saves_and_the_next_start_goes_on_bit_by_bit(job: Job,
     assert all(np.array_equal(one[name], other[name]) for name in one)
 
 
-def test_a_signal_that_nobody_asked_for_ends_a_process_as_usual(job: Job, tmp_path: Path) -> None:
+def test_a_signal_without_a_handler_ends_a_process_as_usual(job: Job, tmp_path: Path) -> None:
     assert run(job, 0, tmp_path, "os.kill(os.getpid(), signal.SIGTERM)", keywords="flight=None").code == -signal.SIGTERM
 
 

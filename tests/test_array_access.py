@@ -20,7 +20,7 @@ FREE = ("backend", "comm", "data", "parallel", "testing")
 FREE_MODULES = ("averaging/sixteen_bits.py", "averaging/top_k.py")
 #: attributes that hold such arrays
 ARRAYS = {"d_logits", "data", "grad", "input_grads", "logits", "output", "output_grad", "shadow", "x", "x_grad"}
-#: functions that write to arrays that they are given, beside those with `out`
+#: functions that write to arrays that they are given, in addition to those with `out`
 WRITES = {"copyto", "place", "put", "put_along_axis", "putmask"}
 EXCEPTIONS = {
     "hpctrain/bench/data.py: out= of np.take",  # images on the host

@@ -129,7 +129,7 @@ def test_who_asks_for_the_fixture_is_marked(request: pytest.FixtureRequest) -> N
     assert request.node.get_closest_marker("job") is not None
 
 
-def test_nobody_else_is(request: pytest.FixtureRequest) -> None:
+def test_no_other_test_is_marked(request: pytest.FixtureRequest) -> None:
     assert request.node.get_closest_marker("job") is None
 
 

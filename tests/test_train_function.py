@@ -93,7 +93,7 @@ def process_state() -> dict[str, object]:
     }
 
 
-def test_a_call_returns_what_the_run_recorded_and_leaves_nothing_behind(config: dict[str, Any]) -> None:
+def test_a_call_returns_what_the_run_recorded_and_leaves_no_trace(config: dict[str, Any]) -> None:
     """A call leaks no threads, files, handlers or settings, and its history is that of the run."""
     hpctrain.train(config, epochs=1)  # loads modules, which open files of their own
     before, values = process_state(), []

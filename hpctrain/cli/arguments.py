@@ -81,7 +81,7 @@ def check_output(path: Path, option: str = "", *, streams: bool = False) -> None
 
 
 class OneOf(click.Choice):
-    """One of several words. The error for another word names the nearest one."""
+    """A choice of words. The error for another word names the nearest one."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         try:

@@ -49,9 +49,10 @@ def check(file: Path, overrides: tuple[str, ...]) -> None:
     """Check a configuration without running it.
 
     Checks the keys, types, ranges, names and options of FILE with OVERRIDES such as optimizer.lr=0.2. Each fault is one line on
-    standard error; the exit code is then 2. If the training file exists, the command prints its number of images and the steps of
-    an epoch, and builds the network for the sizes of the images. If the configuration needs a GPU, or a processor that
-    multiplies bfloat16, and this machine lacks it, the command only warns: the training may run on another machine.
+    standard error; the exit code is then 2. If the training file exists, the command prints the number of training images and
+    the steps per epoch, and builds the network for the sizes of the images. If the configuration needs a GPU, or a
+    processor that multiplies bfloat16, and this machine lacks it, the command only warns: the training may run on another
+    machine.
     """
     from hpctrain.config.checks import check_names
     from hpctrain.config.images import check_network, data_line, single_values_of, stored_training_images

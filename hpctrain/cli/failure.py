@@ -68,7 +68,7 @@ class Commands(click.Group):
                 raise _of_several_paths(error) from None
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
-        """Return the command as click does; raise an error that names the nearest command if it is unknown."""
+        """Return the command as click does. Raise if it is unknown, naming the nearest one, or if an option has no value."""
         name = args[0]
         if name not in self.list_commands(ctx) and not name.startswith("-") and not ctx.resilient_parsing:
             deeper = " or ".join(f'"{words}"' for words in _below(self, ctx) if words.split()[-1] == name)
@@ -89,16 +89,17 @@ def _below(group: click.Group, ctx: click.Context) -> Iterator[str]:
 
 
 def check_values(ctx: click.Context, words: Sequence[str]) -> None:
-    """Raise if an option of a command is followed by another option instead of its value. click would take --steps as a path.
+    """Raise if an option of a command is followed by another option instead of its value.
 
-    A value that begins with -- can be given as --option=VALUE.
+    click would use the second option as the value of the first, such as --steps as the path of --resume. A value that begins with
+    -- can be given as --option=VALUE.
 
     Args:
         ctx: context of the command.
         words: words after the command.
 
     Raises:
-        click.BadOptionUsage: an option has no value; the message names it, its values and the next word.
+        click.BadOptionUsage: an option has no value. The message names it, its legal values and the next word.
     """
     options = {name: one for one in ctx.command.params if isinstance(one, click.Option) for name in one.opts}
     rest = list(words)

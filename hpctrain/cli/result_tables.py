@@ -33,7 +33,8 @@ _MOST_COLUMNS = 4
 #: figures of a comparison of more runs, the most important first
 _MAIN_FIGURES = ("state", "test top-1", "best test top-1 (epoch)", "validation top-1", "images/s", "epochs", "test loss")
 _MOST_OF_A_NAME = 30
-_NARROWEST_STATE, _NARROW_HEADING = 10, 20
+_NARROWEST_STATE = 10  # minimum width of the states in a table with a row per run
+_NARROW_HEADING = 20  # maximum width of headings, if a table with a column per run does not fit otherwise
 _NO_CLASS = "(not finite)"
 
 
@@ -300,7 +301,7 @@ def _settings(settings: Sequence[ComparedSetting], numbers: Sequence[str], width
     for setting in settings:
         yield f"  {setting.key}"
         for value in dict.fromkeys(setting.values):
-            runs = [run for run, own in enumerate(setting.values, 1) if own == value]
+            runs = [run for run, of_run in enumerate(setting.values, 1) if of_run == value]
             yield wrapped(f"    {spans(runs)}: {value}", width)
 
 
@@ -310,9 +311,9 @@ def _width(table: Table) -> int:
 
 
 def _results(figures: Sequence[tuple[str, Sequence[str]]], numbers: Sequence[str], width: int) -> Table:
-    """Return the figures of a few runs as columns, or the main figures of more runs as rows. Only titles are broken, at spaces.
+    """Return a table with a column per run or, for many runs, with a row per run. Only headings are broken, at spaces.
 
-    Settings are left out if they do not fit: those that differ are listed below the table.
+    A table of columns has no settings if they do not fit; the settings that differ are listed below it.
     """
     if len(numbers) > _MOST_COLUMNS:
         return _main_results(figures, numbers, width)
@@ -328,21 +329,21 @@ def _results(figures: Sequence[tuple[str, Sequence[str]]], numbers: Sequence[str
 
 
 def _main_results(figures: Sequence[tuple[str, Sequence[str]]], numbers: Sequence[str], width: int) -> Table:
-    """Return a row per run with the main figures that fit."""
-    least = {
+    """Return a table with a row per run and the main figures that fit."""
+    widths = {
         heading: _NARROWEST_STATE if heading == "state" else max(map(len, [*values, *heading.split()]))
         for heading, values in figures
         if heading in _MAIN_FIGURES and set(values) != {UNKNOWN}
     }
     for heading in reversed(_MAIN_FIGURES):
-        if len(numbers[-1]) + sum(_GAP + columns for columns in least.values()) > width:
-            least.pop(heading, None)
+        if len(numbers[-1]) + sum(_GAP + columns for columns in widths.values()) > width:
+            widths.pop(heading, None)
     table = Table(box=None, padding=(0, _GAP, 0, 0), pad_edge=False, header_style="")
     table.add_column()
-    for heading, columns in least.items():  # titles are broken to the width of the values
+    for heading, columns in widths.items():  # headings are broken to the width of the values
         is_state = heading == "state"
         table.add_column(heading, justify="left" if is_state else "right", width=None if is_state else columns, overflow="fold")
-    shown = [values for heading, values in figures if heading in least]
+    shown = [values for heading, values in figures if heading in widths]
     for number, *values in zip(numbers, *shown, strict=True):
         table.add_row(number, *values)
     return table

@@ -360,7 +360,7 @@ def compare(runs: tuple[Path, ...], as_json: bool, out: Path | None) -> None:
         console = output_console()
         with console.capture() as printed:
             for renderable in comparison_lines(comparison, console.width):
-                console.print(renderable, soft_wrap=isinstance(renderable, str))  # sentences are wrapped, but not paths
+                console.print(renderable, soft_wrap=isinstance(renderable, str))  # strings are wrapped already
         echo_block("\n".join(line.rstrip() for line in printed.get().splitlines()))
     if out is not None:
         from hpctrain.report.figures import check_matplotlib

@@ -333,7 +333,7 @@ def _machine_lines(machine: Machine) -> list[tuple[str, str]]:
         ("nodes", f"{machine.nodes}"),
         ("ranks_per_node", f"{machine.ranks_per_node}"),
         ("cores_per_rank", f"{machine.cores_per_rank:g}"),
-        ("memory_bytes", f"{size_text(machine.memory_bytes)}"),
+        ("memory_bytes", size_text(machine.memory_bytes)),
         ("ranks_per_card", f"{machine.ranks_per_card}"),
     ]
     for name, link in (("within", machine.within), ("between", machine.between)):

@@ -434,8 +434,10 @@ def _left_by(file: Path, arguments: tuple[str, ...]) -> SystemExit:
     """Run a program and return its SystemExit, or an empty SystemExit if the program returns without one.
 
     Raises:
-        ConfigError: the program does not exist.
+        ConfigError: the program does not exist, or is a configuration.
     """
+    if file.suffix in (".yaml", ".yml"):
+        raise ConfigError(f"{file} is a YAML file, but a program must be a Python file; use `hpctrain train {file}`.")
     if not file.is_file():
         raise ConfigError(f"There is no program {file}; give the path of a Python file.")
     sys.argv[:] = [str(file), *arguments]

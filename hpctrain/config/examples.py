@@ -48,14 +48,14 @@ def _is_text(line: str) -> bool:
 
 
 def copy(wanted: Sequence[str], directory: Path) -> dict[Path, bool]:
-    """Copy examples to the same relative paths below `directory`, and return for each path whether its file is new.
+    """Copy examples to the same relative paths below `directory`, and return by path whether its file was created.
 
-    Identical files are left alone. Without names, copy all.
+    Files that already equal their example are not written. Without names, copy all.
 
     Raises:
         ConfigError: an example does not exist, or another file is in its place. No file is copied then.
     """
-    sources = [path_of(name) for name in wanted] or [_ROOT / name for name in names()]
+    sources = list(dict.fromkeys(map(path_of, wanted))) or [_ROOT / name for name in names()]
     targets = [directory / source.relative_to(_ROOT) for source in sources]
     for source, target in zip(sources, targets, strict=True):
         if target.exists() and read_bytes(target) != source.read_bytes():
@@ -63,7 +63,8 @@ def copy(wanted: Sequence[str], directory: Path) -> dict[Path, bool]:
     is_new: dict[Path, bool] = {}
     for source, target in zip(sources, targets, strict=True):
         target.parent.mkdir(parents=True, exist_ok=True)
-        if is_new.setdefault(target, not target.exists()):
+        is_new[target] = not target.exists()
+        if is_new[target]:
             with open(target, "xb") as file:  # does not overwrite a file that was created in the meantime
                 file.write(source.read_bytes())
     return is_new

@@ -363,16 +363,16 @@ def _images(count: int) -> str:
 
 
 def data_line(config: Config, images: int, held_out: int) -> str:
-    """Return the line on the training data and the steps of an epoch.
+    """Return the line on the training data and the steps per epoch.
 
     Args:
-        images: number of images of an epoch.
+        images: number of images per epoch.
         held_out: number of images held out for validation.
     """
     validation = f", {held_out:,} others for validation" if held_out else ""
-    few = f" (only {images:,} are there)" if config.batch > images else ""
+    few = " (more than all images)" if config.batch > images else ""
     steps = counted(-(-images // config.batch), "step")
-    return f"data {config.data.train}: {images:,} images{validation}, batch {config.batch}{few}, {steps} per epoch"
+    return f"data {config.data.train}: {_images(images)}{validation}, batch {config.batch}{few}, {steps} per epoch"
 
 
 def stored_training_images(config: Config) -> Images | None:

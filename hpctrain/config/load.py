@@ -231,6 +231,10 @@ def load(path: str | Path, overrides: Sequence[str] = (), refusal: Refusal | Non
     Raises:
         ConfigError: one sentence for each fault, each with its file and line or its override.
     """
+    if Path(path).suffix == ".py":
+        raise ConfigError(
+            f"{path} is a Python program, but a configuration must be a YAML file; run the program with `hpctrain script {path}`."
+        )
     try:
         text = read_text(path, TEXT_BYTES, pipes=True)
     except UnicodeDecodeError as error:

@@ -49,7 +49,7 @@ class Option:
         schema: JSON schema of its type.
         default: default as plain data; meaningless if `needed`.
         needed: whether the option has no default.
-        meaning: description. That of a needed option has an example: "such as" and a value in YAML.
+        meaning: description; that of a needed option contains "such as" and an example value in YAML.
     """
 
     name: str
@@ -60,9 +60,9 @@ class Option:
 
     @property
     def example(self) -> Any:
-        """Example value in the description of a needed option; None without one, as for options of user code."""
-        found = re.search(r"\bsuch as (\[.*?\]|[\w.+-]*\w)", self.meaning) if self.needed else None
-        return None if found is None else yaml.safe_load(found[1])
+        """Example value from the description of a needed option; None for other options, or if the description has no example."""
+        match = re.search(r"\bsuch as (\[.*?\]|[\w.+-]*\w)", self.meaning) if self.needed else None
+        return None if match is None else yaml.safe_load(match[1])
 
 
 @dataclass(frozen=True)

@@ -77,7 +77,7 @@ def echo_block(text: str, *, err: bool = False) -> None:
 
 
 def echo_wrapped(line: str) -> None:
-    """Print a line to stdout, wrapped to the width of the terminal, or of COLUMNS, or of 80 columns without both."""
+    """Print a line to stdout, wrapped to COLUMNS if it is set, else to the width of the terminal, else to 80 columns."""
     echo_block(wrapped(line, shutil.get_terminal_size().columns))
 
 
@@ -109,7 +109,7 @@ def loss_text(loss: float) -> str:
 
 
 def size_text(n_bytes: float) -> str:
-    """Return a size with three significant digits in the largest unit that it reaches: 512 bytes, 47.1 MB, 3 GB."""
+    """Return a size with at most three significant digits, in the largest unit that it reaches: 512 bytes, 47.1 MB, 3 GB."""
     if n_bytes < 999.5:
         return counted(round(n_bytes), "byte")
     power = min(5, max(1, math.floor(math.log10(n_bytes / 0.9995) / 3)))
@@ -138,17 +138,17 @@ def fitting(facts: Sequence[tuple[int, str]], room: int, between: str = "  ") ->
     return between.join(text for _, text in kept)
 
 
-#: minimum share of a line in front of a break at the end of a clause; otherwise a line is broken at its last space
+#: minimum length of a line that ends with a clause, relative to the columns; a shorter line is filled with further words
 _CLAUSE_SHARE = 0.6
-#: a space at which a line may be broken: not between a number and its unit
+#: a space at which a line may be broken: any except one between a number and its unit
 _BREAK = re.compile(r"(?<!\d) | (?![A-Za-z%])")
 
 
 def wrapped(text: str, columns: int) -> str:
     """Return a line as lines of at most `columns` columns; lines after the first are indented by two more.
 
-    A line is broken after a comma, semicolon or colon if it stays long enough, otherwise at any space. A word that does not fit
-    into a line, such as a path, stays whole and on the line of the words before it.
+    A line ends with a comma, semicolon or colon if it is then long enough, otherwise with any word, but not between a number and
+    its unit. A word that does not fit into a line, such as a path, stays whole and on the line of the words before it.
     """
     indent = " " * (len(text) - len(text.lstrip()))
     first, *others = _BREAK.split(text.lstrip())
@@ -157,12 +157,11 @@ def wrapped(text: str, columns: int) -> str:
         if len(f"{line} {words}") <= columns or len(further + words) > columns:
             line += f" {words}"
             continue
-        clauses = [
-            at.start() for at in re.finditer("(?<=[,;:])(?: |$)", line) if _CLAUSE_SHARE * columns <= at.start() <= columns
-        ]
-        at = clauses[-1] if clauses and len(further + line[clauses[-1] :] + words) <= columns else len(line)
-        lines.append(line[:at])
-        line = further + f"{line[at:]} {words}".lstrip()
+        ends = [match.start() for match in re.finditer("(?<=[,;:])(?: |$)", line)]
+        clauses = [end for end in ends if _CLAUSE_SHARE * columns <= end <= columns]
+        end = clauses[-1] if clauses and len(further + line[clauses[-1] :] + words) <= columns else len(line)
+        lines.append(line[:end])
+        line = further + f"{line[end:]} {words}".lstrip()
     return "\n".join([*lines, line])
 
 
@@ -249,7 +248,7 @@ def colours(descriptor: int, environ: Mapping[str, str]) -> bool:
     return not environ.get("NO_COLOR") and environ.get("TERM") != "dumb" and os.isatty(descriptor)
 
 
-_CUTOFF = 0.6  # minimum of difflib's similarity: one wrong letter in three still finds a word, four common letters of eleven none
+_CUTOFF = 0.6  # minimum of difflib's similarity: words of three letters that differ in one have 0.67
 
 
 _MOST_LISTED = 30

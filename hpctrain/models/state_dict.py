@@ -88,7 +88,7 @@ def with_counters(state: Mapping[str, np.ndarray], batches: int) -> dict[str, np
 
 
 def counts_of(state: Mapping[str, np.ndarray]) -> tuple[int, int]:
-    """Return the numbers of parameters and of running statistics in a state with torchvision's names. Counters are neither."""
+    """Return the numbers of parameters and of running statistics in a state with torchvision's names, without counters."""
     parameters = statistics = 0
     for name, array in state.items():
         if name.rpartition(".")[2] in _STATISTICS:

@@ -51,7 +51,7 @@ FEWEST_STEPS = 14
 ACCEPTED_ERROR = 0.15
 
 
-#: minimum duration of all measured steps for an explanation: those of a shorter run depend on what else the machine did
+#: minimum total duration of the measured steps for an explanation; shorter runs depend too much on what else the machine does
 JUDGED_SECONDS = 10.0
 
 
@@ -153,7 +153,7 @@ def step_lines(measured: StepParts, predicted: PredictedStep | None = None, reas
     """Return the lines of the account. Parts that round to 0 are omitted.
 
     Args:
-        reason: why there is no prediction, or why it is off.
+        reason: why there is no prediction, or why it is wrong.
     """
     digits = decimals(measured.seconds)
     compute = measured.compute_seconds
@@ -199,37 +199,31 @@ def error_reason(measured: StepParts, sampled: StepParts, predicted: PredictedSt
     if accuracy(predicted.seconds, measured.seconds) >= 1 - ACCEPTED_ERROR:
         return ""
     source, work_seconds, data_seconds = "the first steps", sampled.work_seconds, sampled.data_seconds
-    calibration = "`hpctrain calibrate` measures this machine, for the key machine"
-    changed = "the load or the clock rate of the cores has changed, so compare again on idle cores"
+    idle, calibrate = "compare again on idle cores", "measure this machine with `hpctrain calibrate` and set machine to its file"
+    changed = f"the load or the clock rate of the cores may have changed, so {idle}"
     if not from_samples:
         source, work_seconds, data_seconds = "the prediction", predicted.seconds - predicted.exposed_seconds, 0.0
-        changed = calibration
+        changed = calibrate
     lost_cores = "other threads and processes used the cores for {} per step; the rank's other threads used {}"
     waits = "waits for messages took {} per step, and {} in the simulation"
     data = f"waits for data took {{}} per step, and {{}} in {source}"
     work = f"computation, Python and messages took {{}} per step, and {{}} in {source}"
-    pairs = {
-        waits: (measured.exposed_seconds, predicted.exposed_seconds),
-        lost_cores: (measured.core_seconds, sampled.others_seconds),
-        data: (measured.data_seconds, data_seconds),
-        work: (measured.work_seconds, work_seconds),
-    }
-    advice = {
-        waits: calibration,
-        lost_cores: "compare again on idle cores",
-        data: "`hpctrain bench data` shows what limits the data",
-        work: changed,
+    causes = {  # measured and assumed seconds, and advice
+        waits: (measured.exposed_seconds, predicted.exposed_seconds, calibrate),
+        lost_cores: (measured.core_seconds, sampled.others_seconds, idle),
+        data: (measured.data_seconds, data_seconds, "`hpctrain bench data` shows what limits the data"),
+        work: (measured.work_seconds, work_seconds, changed),
     }
     sign = 1 if measured.seconds > predicted.seconds else -1
-    lost = measured.core_seconds - sampled.others_seconds > ACCEPTED_ERROR * measured.seconds
-    candidates = [lost_cores] if lost and sign > 0 else pairs
-    cause = max(candidates, key=lambda one: sign * (pairs[one][0] - pairs[one][1]))
-    if sign * (pairs[cause][0] - pairs[cause][1]) <= 0:
-        cause = lost_cores  # no part differs in this direction, and predictions have no waits for cores
-    now, assumed = pairs[cause]
-    explains_half = sign * (now - assumed) >= abs(measured.seconds - predicted.seconds) / 2
+    excess = {text: sign * (now - assumed) for text, (now, assumed, _) in causes.items()}
+    cause = max(causes, key=excess.__getitem__)
+    lost_seconds = measured.core_seconds - sampled.others_seconds
+    if excess[cause] <= 0 or (sign > 0 and lost_seconds > ACCEPTED_ERROR * measured.seconds):
+        cause = lost_cores  # also if no part differs in this direction, because predictions have no waits for cores
+    now, assumed, advice = causes[cause]
+    explains_half = excess[cause] >= abs(measured.seconds - predicted.seconds) / 2
     beginning = "" if explains_half else "no single part explains it; "
-    return f"{beginning}{cause.format(_milliseconds(now), _milliseconds(assumed))}; {advice[cause]}"
+    return f"{beginning}{cause.format(_milliseconds(now), _milliseconds(assumed))}; {advice}"
 
 
 def _milliseconds(seconds: float) -> str:
@@ -241,7 +235,7 @@ def step_facts(measured: StepParts, step: int, predicted: PredictedStep | None =
 
     Args:
         step: global step at the end of the run.
-        reason: why there is no prediction, or why it is off.
+        reason: why there is no prediction, or why it is wrong.
     """
     account: dict[str, object] = {
         "step": step,

@@ -71,7 +71,8 @@ class StepPrediction:
             return machine_file.read(name)
         if in_haste:
             raise HpctrainError(
-                "the job was stopped, so the links were not measured; `hpctrain calibrate` measures them for the key machine"
+                "the job was stopped before the links were measured; measure them with `hpctrain calibrate` and set machine to "
+                "its file"
             )
         times = self._times()
         if not all(session.world.allgather_object(times is not None)):

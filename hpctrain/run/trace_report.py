@@ -186,7 +186,7 @@ class TraceReport:
 
         Args:
             about: versions, machine and configuration, written into both files.
-            width: number of columns of a line.
+            width: number of columns of a printed line.
         """
         events = self._trace.events()
         groups = self._groups()

@@ -625,7 +625,7 @@ def _end(session: Session, asked: _Request, end: RunEnd, checkpoints: RunCheckpo
     if session.is_root and asked.style != "none":
         for line in _end_lines(asked, end, session.config, checkpoints):
             echo_wrapped(line)
-        print(f"files of this run: {end.directory.path}", flush=True)  # one line of any length, for scripts
+        print(f"files of this run: {end.directory.path}", flush=True)  # not wrapped, so that scripts can read the path
     return end
 
 

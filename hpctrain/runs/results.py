@@ -136,7 +136,7 @@ def _tables(path: Path) -> tuple[TimeTable, ...]:
 #: text for an unknown figure
 UNKNOWN = "-"
 MOST_HOSTS = 2
-#: figures from the configuration; a comparison also lists every key that differs
+#: figures from the configuration; a comparison also lists all keys that differ
 SETTINGS = ("model", "data", "batch", "optimiser")
 #: figures that are left out if no run has them
 _OPTIONAL = frozenset((
@@ -167,7 +167,8 @@ class Summary:
         seconds: training time, without pauses between jobs.
         step_seconds: measured duration of a step.
         exposed_seconds: time of a step spent waiting for messages.
-        predicted_step_seconds: duration of a step, predicted by the run at its end; None without a prediction.
+        predicted_step_seconds: duration of a step, predicted by the run at its end; None without a prediction, or with
+            one that is off by more than 15 %.
         peak_bytes: maximum resident memory over ranks at the latest end.
         device_bytes: maximum GPU memory in use over ranks at the latest end.
         data_share: share of the time that steps waited for data, mean over ranks.

@@ -223,7 +223,7 @@ def _check_nodes(site: Site, request: JobRequest) -> None:
 
 
 def _hosts(path: Path) -> tuple[str, ...]:
-    """Return the hosts of a hostfile in order, each once, without numbers of slots and comments.
+    """Return the hosts of a hostfile in order, each once, without slots and comments.
 
     Raises:
         ConfigError: the file cannot be read.
@@ -512,8 +512,8 @@ def _reserved(job: SiteJob) -> SiteJob:
     raise AssertionError("unreachable")
 
 
-#: options of mpiexec and environment variables that replace ssh by another remote shell
-_OTHER_SHELL = re.compile(r"launcher|[rs]sh_agent", re.IGNORECASE)
+#: options of mpiexec and environment variables that replace ssh by another remote shell, but not SSH_AGENT_PID of ssh itself
+_OTHER_SHELL = re.compile(r"^-+launcher|HYDRA_LAUNCHER|_[rs]sh_agent", re.IGNORECASE)
 _SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-n", "--")
 _SSH_SECONDS = 30
 _MOST_CONNECTIONS = 32
@@ -522,12 +522,12 @@ _MOST_CONNECTIONS = 32
 def _check_hosts(site: Site, hostfile: Path, nodes: int) -> None:
     """Raise unless `ssh HOST true` succeeds without a password for the hosts of a job, in the file's order.
 
-    mpiexec starts the ranks of other hosts by ssh. It runs in the background, so its error would only be in the log. If the
-    profile or the environment names another remote shell, no host is checked.
+    mpiexec starts the ranks of other hosts by ssh. It runs in the background, so its error would only be in the log. No host is
+    checked if the profile or the environment names another remote shell.
 
     Raises:
         ConfigError: the hostfile cannot be read.
-        LaunchError: a host cannot be reached; the message names the first one and the reason.
+        LaunchError: a host cannot be reached. The message names the first such host and the reason.
     """
     hosts = _hosts(hostfile)[:nodes]
     if any(_OTHER_SHELL.search(text) for text in (*site.profile.launch.options, *os.environ)):
@@ -545,7 +545,7 @@ def _check_hosts(site: Site, hostfile: Path, nodes: int) -> None:
 
 
 def _fault_of_host(host: str) -> str:
-    """Return the reason why ssh cannot run a command on a host; "" if it can, or if the host is this one."""
+    """Return why ssh cannot run a command on a host; "" if it can, or if the host is this one."""
     if _is_this_host(host):
         return ""
     try:
@@ -561,12 +561,12 @@ def _fault_of_host(host: str) -> str:
 
 
 def _is_this_host(host: str) -> bool:
-    """Return whether a name is resolved to an address of this host: only such an address can be bound."""
+    """Return whether a name resolves to an address of this host, the only addresses that a socket can be bound to."""
     try:
-        found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
+        addresses = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):
         return False
-    for family, kind, protocol, _, address in found:
+    for family, kind, protocol, _, address in addresses:
         with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as opened:
             opened.bind(address)
             return True

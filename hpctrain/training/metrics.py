@@ -229,7 +229,7 @@ class Reporter:
     earlier parts of the run.
 
     Attributes:
-        width: number of columns of a line.
+        width: number of columns of a printed line.
     """
 
     width: int = LOG_COLUMNS

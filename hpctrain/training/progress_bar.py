@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 class TimeLeft:
     """Estimate of the remaining time from the pace so far, including evaluations and checkpoints.
 
-    The pace begins at the first work that is reported, because this work, such as the first step, includes the start-up.
+    The pace excludes the work before the first report, because its time includes the start-up.
 
     Args:
         done: work done before this run, in any unit; excluded from the pace.
@@ -34,7 +34,7 @@ class TimeLeft:
         self._begin: float | None = None
 
     def seconds(self, done: int) -> float | None:
-        """Return the estimated remaining seconds; None before the second report of further work."""
+        """Return the estimated remaining seconds; None before the second report of work by this run, unless the first ends it."""
         if done <= self._before:
             return None
         if self._begin is None:

@@ -145,14 +145,14 @@ class ConsoleReporter(Reporter):
         self._pass_on(lambda reporter: reporter.record(kind, values))
 
     def say(self, text: str) -> None:
-        """Print a line as `warn` does, unless the style is "none"."""
+        """Print a line as `warn` does, unless the style is "none"; other reporters always receive it."""
         if self._style == "none":
             self._pass_on(lambda reporter: reporter.say(text))
         else:
             self.warn(text)
 
     def warn(self, text: str) -> None:
-        """Print a line above the bar in every style, in as many lines as the width needs. Other reporters receive it whole."""
+        """Print a line above the bar in every style, wrapped to `width`. Other reporters receive it unwrapped."""
         self._bookkeeping.attempt("output", lambda: self._console.print(wrapped(text, self.width), markup=False))
         self._pass_on(lambda reporter: reporter.say(text))
 

@@ -54,7 +54,7 @@ class GuardedMemory:
         self.end = self.begin + inside
         self.pointer = self.begin + (inside - size_bytes) // ALIGNMENT_BYTES * ALIGNMENT_BYTES
         array_end = self.pointer + size_bytes
-        places = ((self.begin, self.pointer - self.begin, "in front of"), (array_end, self.end - array_end, "behind"))
+        places = ((self.begin, self.pointer - self.begin, "in front of"), (array_end, self.end - array_end, "after"))
         self._canaries = [(ctypes.c_void_p(start), ctypes.c_size_t(size), place) for start, size, place in places]
         for start, size, _ in self._canaries:
             ctypes.memmove(start, _CANARY, size.value)
@@ -158,7 +158,7 @@ def _distance(address: int, memory: GuardedMemory, text: str) -> str:
         return f"it is {-offset} bytes in front of {array}"
     if offset < memory.size_bytes:
         return f"it is byte {offset} of {array}"
-    return f"it is {offset - memory.size_bytes} bytes behind the end of {array}"
+    return f"it is {offset - memory.size_bytes} bytes past the end of {array}"
 
 
 def borrowed(array: DeviceArray) -> DeviceArray:

@@ -398,7 +398,7 @@ def test_sizes_are_given_or_measured() -> None:
             kind.Options(sizes="measured", **{option: 7})  # type: ignore[operator]
 
 
-def test_an_operation_and_all_behind_it_start_once_the_event_has_happened() -> None:
+def test_an_operation_and_all_after_it_start_once_the_event_has_happened() -> None:
     comm = SingleCommunicator()
     engine = ProgressEngine(rank=0, deadline_seconds=5, abort=comm.abort)
     queue = engine.queue(comm)

@@ -223,7 +223,7 @@ def test_other_ranks_go_on_with_the_sum(after: int) -> None:
         np.testing.assert_allclose(data, alone, rtol=1e-9, atol=1e-12)
 
 
-def test_gradients_that_are_held_back_are_told() -> None:
+def test_gradients_that_are_held_back_are_reported() -> None:
     """So that what is not finite is noticed before it is applied."""
 
     def program(comm: ThreadCommunicator) -> None:
@@ -295,7 +295,7 @@ def test_opposed_gradients_shorten_the_interval() -> None:
 
 
 @pytest.mark.parametrize("check_every", [2, 3])
-def test_the_interval_is_reconsidered_every_so_many_averagings(check_every: int) -> None:
+def test_the_interval_is_reconsidered_after_a_number_of_averagings(check_every: int) -> None:
     averagings = [now.compares for now in _steps(_alone(max_interval=8, check_every=check_every), 60) if now.averages]
     compared = [place for place, compares in enumerate(averagings) if compares]
     assert compared
@@ -367,7 +367,7 @@ def test_sums_are_those_of_the_ranks_in_order() -> None:
         interval.settle()
         return interval.counters()["decided"]
 
-    # (1e16 + 1) - 1e16 is 0, and both conditions hold; in an order that gives 1 only one does.
+    # (1e16 + 1) - 1e16 is 0, and both conditions hold; in an order whose result is 1 only one does.
     assert run_virtual(3, program) == [4, 4, 4]
 
 

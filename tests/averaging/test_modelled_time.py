@@ -32,7 +32,7 @@ COMPUTE_SECONDS = 3.0
 
 
 class _Free(Optimizer):
-    """An update that takes no time, and does nothing, but needs norms as told."""
+    """An update that takes no time, and does nothing, but needs the given norms."""
 
     def __init__(self, norms: NormsNeeded = NormsNeeded.NONE) -> None:
         self.layer_norms = norms is NormsNeeded.LAYER  # type: ignore[misc]

@@ -370,7 +370,7 @@ def test_on_a_busy_link_front_layers_overtake() -> None:
 
 
 def test_a_gather_starts_one_look_after_the_one_that_finds_its_sum() -> None:
-    """The sum of l1 is complete at 0.2: found at 0.4, on its way from 0.6 on. Behind the last look it looks all the time."""
+    """The sum of l1 is complete at 0.2: found at 0.4, on its way from 0.6 on. After the last look it looks all the time."""
     slices, link = _slices([10_000, 10_000]), LinkModel(0.0, 1e-5)  # 0.2 s each
     times = Times({"l0": 5.0, "l1": 0.0}, {"l0": 5.0, "l1": 0.1})
     simulation = LinkSimulation(_traffic(slices), times, link, front_first, looks=(0.0, 0.4, 0.6, 5.0))
@@ -397,7 +397,7 @@ def test_late_sums_let_gathers_of_front_layers_go_first() -> None:
     st.sampled_from([front_first, reductions_first]),
     st.integers(1, 12),
 )
-def test_on_two_streams_every_gather_stands_behind_all_that_it_needs(
+def test_on_two_streams_every_gather_stands_after_all_that_it_needs(
     layers: list[tuple[int, float, float]], urgency: Urgency, together: int
 ) -> None:
     """Alone, or where slices are gathered together once norms of all of them are known."""

@@ -65,7 +65,7 @@ def _schedule(strategy: str, ranks: int = 3, optimizer: str = "clipping") -> Col
 
 @pytest.mark.parametrize("optimizer", ["clipping", "lars"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_json_gives_the_same_schedule_again(strategy: str, optimizer: str) -> None:
+def test_json_restores_the_same_schedule(strategy: str, optimizer: str) -> None:
     schedule = _schedule(strategy, optimizer=optimizer)
     again = CollectiveSchedule.from_json(schedule.to_json())
     assert again == schedule
@@ -378,7 +378,7 @@ def test_norms_of_several_groups_of_parameters_and_of_one_rank_are_one_operation
 
 @pytest.mark.parametrize("kind", [Sharded, Priority])
 def test_norms_of_layers_let_gathers_go_under_backward(kind: type[ReduceScatterStrategy]) -> None:
-    """And each stands behind the norms of its parameters; those of everything stand before all gathers."""
+    """Each gather stands after the norms of its parameters; those of everything stand before all gathers."""
     under_backward = {}
     for norms in NormsNeeded:
         size = {"bucket_bytes" if kind is Sharded else "slice_parameters": 8}

@@ -59,7 +59,7 @@ def test_bfloat16_is_the_nearest_of_eight_digits(dtype: str) -> None:
 
 @pytest.mark.usefixtures("small_casts")
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_float16_has_eleven_digits_of_the_largest_and_of_what_is_not_too_small_beside_it(dtype: str) -> None:
+def test_float16_has_eleven_digits_of_the_largest_and_of_what_is_not_much_smaller(dtype: str) -> None:
     last = 2.0**-149 if dtype == "float32" else 2.0**-1046  # of the dtype itself, and of the largest scale
     for values in arrays(dtype):
         largest = float(np.abs(values).max(initial=0))

@@ -151,7 +151,7 @@ def test_what_is_not_finite_on_one_rank_reaches_all(monkeypatch: pytest.MonkeyPa
         averager = averaged(Sparse, make_group(), _optimizer(), comm, virtual_engine(comm), nodes=nodes, **OPTIONS)
         one_step(averager, 0)
         if comm.rank == 3:
-            averager.group.parameters["b.weight"].grad[...] = np.nan  # before it is written again, by nobody
+            averager.group.parameters["b.weight"].grad[...] = np.nan  # before it is written again, which no layer does
             averager.group.parameters["unused.weight"].grad[0, 1] = np.inf
         one_step(averager, 1)
         averager.drain()

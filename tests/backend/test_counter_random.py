@@ -34,7 +34,7 @@ def philox_one(key, counter):
 
 
 @pytest.mark.parametrize(("key", "counter", "words"), VECTORS)
-def test_philox_gives_the_published_words(key, counter, words):
+def test_philox_returns_the_published_words(key, counter, words):
     block, sample = (np.array([counter[i] | counter[i + 1] << 32], np.uint64).view(np.int64) for i in (0, 2))
     (_, _, even, odd) = next(cr._words(key, sample, block))
     assert tuple(int(word.item()) for word in (even[0], odd[0], even[1], odd[1])) == words

@@ -55,7 +55,7 @@ WEIGHT = {"weight": "weight"}
 
 
 def chain(*specs: Spec, shape: tuple[int, ...] = (2, 5, 5, 8)) -> Graph:
-    """Each behind the one before."""
+    """Each reads the output of the one before."""
     builder, tensor = GraphBuilder(TensorSpec(shape)), 0
     for i, spec in enumerate(specs):
         tensor = builder.emit(f"layer{i}", spec, (tensor,), parameters={} if isinstance(spec, ReluSpec) else WEIGHT)
@@ -102,7 +102,7 @@ def test_statistics_of_several_ranks_stay_alone() -> None:
 
 
 def residual(*, between: bool = False, order: tuple[int, int] = (0, 1)) -> Graph:
-    """Two batch norms that are added, and a ReLU. between: a convolution behind the later norm and before the sum."""
+    """Two batch norms that are added, and a ReLU. between: a convolution after the later norm and before the sum."""
     builder = GraphBuilder(TensorSpec((2, 5, 5, 8)))
     norms = [builder.emit(f"norm{i}", NORM, (0,), parameters=WEIGHT) for i in range(2)]
     if between:
@@ -121,7 +121,7 @@ def test_of_two_norms_the_later_one_joins_the_sum(order: tuple[int, int]) -> Non
     assert second.output == graph.output
 
 
-def test_no_norm_moves_behind_other_parameters() -> None:
+def test_no_norm_moves_after_other_parameters() -> None:
     assert specs(fuse(residual(between=True))) == [NORM, NORM, CONVOLUTION, AddSpec(relu=True)]
 
 

@@ -214,7 +214,7 @@ def test_what_is_marked_as_done_is_in_memory(seed: int, cuda_kernels: CudaKernel
         np.testing.assert_array_equal(on_host(borrowed(array)), np.full(9, value))
 
 
-def test_devices_are_told_apart(cuda_kernels: CudaKernelsFactory) -> None:
+def test_devices_are_distinguished(cuda_kernels: CudaKernelsFactory) -> None:
     first, second = (cuda_kernels("float64", 0).arithmetic.messages() for _ in range(2))
     assert first is not None
     assert second is not None

@@ -60,7 +60,7 @@ def test_layers_are_timed_in_forward_order_with_their_floating_point_operations(
     convolutions = [layer for layer in times if layer.name.endswith(".conv")]
     assert [layer.name for layer in convolutions] == ["stage1.conv", "stage2.conv"]
     first, second = convolutions
-    assert first.flops == 2 * first.forward_flops, "nobody needs the gradient of the images"
+    assert first.flops == 2 * first.forward_flops, "no layer needs the gradient of the images"
     assert second.flops == 3 * second.forward_flops
     assert all(layer.forward_seconds == 1.0 for layer in convolutions)
 

@@ -132,7 +132,7 @@ def test_augmentations_rates_and_ratios_are_of_rounds() -> None:
     assert "| trivial_augment_wide | 10 | 10 | 1.000 [1.000, 1.000] |" in lines
 
 
-def test_ours_runs_and_draws_anew_in_each_round() -> None:
+def test_ours_runs_and_draws_again_in_each_round() -> None:
     work = crops.of_ours(images_of(40, 2), 16)
     first, second = work().copy(), work().copy()  # type: ignore[attr-defined]
     assert first.shape == (2, 16, 16, 3)
@@ -162,7 +162,7 @@ def test_ours_reads_all_images_of_both_kinds(tmp_path: Path) -> None:
         (loading, ["--count", "4"], {loading.OURS, loading.PIXELS, *loading.PEERS}),
     ],
 )
-def test_torchvision_is_measured_beside(module: ModuleType, words: list[str], measured: set[str], tmp_path: Path) -> None:
+def test_torchvision_is_measured_too(module: ModuleType, words: list[str], measured: set[str], tmp_path: Path) -> None:
     if any(importlib.util.find_spec(name) is None for name in ("torch", "torchvision")):
         pytest.skip("torchvision is not installed (make parity-install installs it)")
     assert module.main(["--rounds", "1", *words, "--out", str(tmp_path / "rounds.json")]) == 0

@@ -186,7 +186,7 @@ def test_by_the_rule_sparse_ceases_to_pay_a_little_below_one_over_the_nodes(name
     assert 0.85 * most < rule_crossover(named([name])[0]) < most
 
 
-def test_steps_are_longer_where_messages_are_waited_for_and_a_refusal_is_told() -> None:
+def test_steps_are_longer_where_messages_are_waited_for_and_a_refusal_is_reported() -> None:
     case = Case("slow", "resnet18", 4, 1, "200mbit", {ALONE: None, "blocking": {"name": "blocking"}, "new": {"name": "new"}})
     result = predicted(case)
     assert result.step_seconds[ALONE] == pytest.approx(2 * alone_seconds("resnet18"), rel=0.05)  # half of a core
@@ -328,7 +328,7 @@ def test_a_row_for_each_number_of_shards() -> None:
         "exact-8": _turns_that_send(1.2, 2.4, 4.8, sent=150),
     }
     assert set(rounds) <= set(VARIANTS)
-    rounds["bare gradients"] = [{"seconds": 0.1}] * 3  # a run times MPI's own calls beside the steps
+    rounds["bare gradients"] = [{"seconds": 0.1}] * 3  # a run times MPI's own calls as well as the steps
     rows = exact.markdown({"rate": "1gbit", "rounds": rounds}).splitlines()
     assert rows[0] == "1gbit, 3 rounds"
     assert rows[-2] == "| 4 | 1.210 [1.210, 1.210] | 1.100 [1.100, 1.100] | 1.100 [1.100, 1.100] | 1.010 |"

@@ -58,7 +58,7 @@ def test_a_run_chooses_says_so_keeps_it_and_is_held_to_account(job: Start, folde
     assert f"predicted {choice['prediction']['seconds']:.3g} s per step" in line
     assert choice["ranks"] == 2
     config = newest_run(folder).config()
-    others = ("progress", "backend", "threads", "layout", "memory", "fill", "local_limit", "transport")  # which nobody predicts
+    others = ("progress", "backend", "threads", "layout", "memory", "fill", "local_limit", "transport")  # without a prediction
     assert not [line for line in config.splitlines() if line.endswith(": auto") and line.split(":")[0].strip() not in others]
     assert newest_checkpoint(folder).meta["choice"] == choice
     (record,) = [line for line in newest_run(folder).metrics() if line["kind"] == "steps"]

@@ -120,7 +120,7 @@ def test_tracing_changes_no_bit_of_the_result(job: Start, folder: Path) -> None:
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_way_of_progress_is_said_and_recorded(job: Start, folder: Path, ranks: int) -> None:
-    """22 MB of gradients take a while; one rank has nobody to send them to."""
+    """22 MB of gradients take a while; one rank has no other to send them to."""
     hidden = 9 if ranks == 1 else 200_000
     outcome, run = _train(ranks, folder, f"model.hidden={hidden}", "--steps", "1", "checkpoint.every_epochs=0", start=job)
     chosen = next(line for line in run.metrics() if line["kind"] == "progress")
@@ -221,7 +221,7 @@ def test_numbers_of_threads_that_find_no_room_stand_below() -> None:
     assert len(lines) == 11
 
 
-def test_figures_are_printed_written_and_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_figures_are_printed_written_and_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measurement, "_LEAST_SECONDS", 1e-4)
     out = tmp_path / "data.json"
     done = CliRunner().invoke(cli, ["bench", "data", QUICKSTART, *FEW, "--out", str(out)], catch_exceptions=False)
@@ -264,7 +264,7 @@ def test_the_engine_reports_every_operator(tmp_path: Path, backend: str, job: St
     assert (f"all {found['own_operators']} operators run on onednn" in printed) == (backend == "onednn")
     assert found["images_per_second"] == pytest.approx(3 / found["step_seconds"])
     assert found["peak_gflops"] > 0 < found["arena_bytes"] < found["peak_bytes"]
-    # Forward 2 N Ho Wo K R S C; backward as much for the weights and, behind the first layer, for the input.
+    # Forward 2 N Ho Wo K R S C; backward as much for the weights and, after the first layer, for the input.
     first, second = 2 * 3 * 29 * 29 * 16 * 9, 2 * 3 * 14 * 14 * 32 * 9 * 16
     assert (layers["stage1.conv"]["forward_flops"], layers["stage1.conv"]["flops"]) == (first, 2 * first)
     assert (layers["stage2.conv"]["forward_flops"], layers["stage2.conv"]["flops"]) == (second, 3 * second)

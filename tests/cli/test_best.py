@@ -129,7 +129,7 @@ def test_a_run_ends_where_evaluations_do_not_get_better_and_so_does_one_that_is_
     evaluations = _evaluations(run)
     losses = [float(str(each["ema_loss"])) for each in evaluations]
     best = int(np.argmin(losses))
-    assert len(losses) == best + 3 < 9, "it ends two evaluations behind the best one"
+    assert len(losses) == best + 3 < 9, "it ends two evaluations after the best one"
     sentence = f"early stop after epoch {best + 3}: no improvement in 2 evaluations since epoch {best + 1} (ema_loss"
     assert sentence in whole_lines(trained.stdout)
     assert f"best test loss of the averaged weights {losses[best]:.4f} after epoch {best + 1}" in trained.stdout

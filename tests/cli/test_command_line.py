@@ -354,7 +354,7 @@ def test_mpi_and_kernels_are_named() -> None:
     ("variable", "line"),
     [("MPI4PY_LIBMPI", "MPI: none. "), ("HPCTRAIN_ONEDNN_LIBRARY", "kernels: numpy. oneDNN cannot be used: ")],
 )
-def test_a_library_that_is_not_there_is_told_and_the_rest_printed(variable: str, line: str) -> None:
+def test_a_library_that_is_not_there_is_reported_and_the_rest_printed(variable: str, line: str) -> None:
     lines = _versions(**{variable: "/nowhere/library.so"})
     assert len(lines) == 4
     assert any(each.startswith(line) for each in lines), lines
@@ -380,7 +380,7 @@ def test_sites_are_listed_with_where_they_are_from(own: Path) -> None:
 
 
 @pytest.mark.parametrize("site", SITES)
-def test_a_site_is_printed_as_a_profile_that_gives_the_same(own: Path, site: str) -> None:
+def test_a_site_is_printed_as_an_equivalent_profile(own: Path, site: str) -> None:
     result = CliRunner().invoke(cli, ["sites", site])
     assert result.exit_code == 0, result.output
     assert yaml.safe_load(result.output)["scheduler"]

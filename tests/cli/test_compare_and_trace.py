@@ -41,7 +41,7 @@ def test_programs_get_json(tmp_path: Path) -> None:
     assert len(json.loads(done.output)["runs"]) == 3
 
 
-def test_the_step_at_which_hashes_part_is_told_to_people_and_programs(tmp_path: Path) -> None:
+def test_the_step_at_which_hashes_part_is_reported_to_people_and_programs(tmp_path: Path) -> None:
     runs = [write_run(tmp_path) for _ in range(2)]
     for run, last in zip(runs, "12", strict=True):
         file = HashFile(run.hashes_path)

@@ -39,13 +39,13 @@ def test_shipped_configurations_pass(path: Path) -> None:
     assert result.output.startswith("ok: ")
 
 
-def test_show_gives_what_would_run() -> None:
+def test_show_prints_what_would_run() -> None:
     path = str(CONFIGS[0])
     result = CliRunner().invoke(cli, ["config", "show", path, "optimizer.lr=2e-1"])
     assert result.exit_code == 0, result.output
     shown = Config.model_validate(yaml.safe_load(result.output))
     assert shown == filled(load(path, ["optimizer.lr=0.2"])[0])
-    assert shown.optimizer.options["clip_norm"] is None  # which no file of configs/ gives
+    assert shown.optimizer.options["clip_norm"] is None  # which no file of configs/ sets
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_check_says_what_is_wrong_and_ends_with_2(override: str, words: list[str
     assert f'override "{override}"' in result.output
 
 
-def test_an_unknown_name_is_told_before_what_follows_from_it() -> None:
+def test_an_unknown_name_is_reported_before_what_follows_from_it() -> None:
     """`optimizer=adagrad` replaces the section and its lr; that lr is missing is not what is wrong."""
     path = next(path for path in CONFIGS if path.stem == "quickstart")
     overrides = ["optimizer=adagrad", "data.augment=[flip, {name: crop, size: 3}]", "batch=0"]

@@ -135,7 +135,7 @@ def test_it_ends_where_fewer_are_left_than_it_may_go_on_with() -> None:
     assert job.sizes == [3, 2]
 
 
-def test_a_smaller_world_that_fits_no_grid_is_told_with_the_loss() -> None:
+def test_a_smaller_world_that_fits_no_grid_is_reported_with_the_loss() -> None:
     job = Started("on_lost_rank=shrink", outcomes=[LOST, ShapeError("A grid of 3 x 1 does not fit.")])
     with pytest.raises(RankLostError, match=r"^Rank 1 was lost .* cannot continue\.\nA grid of 3 x 1 does not fit\.$"):
         job.run()

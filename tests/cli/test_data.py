@@ -318,7 +318,7 @@ def test_splits_are_not_taken_for_classes(tmp_path):
 
 @pytest.mark.parametrize("command", ["idx", "cifar", "npz", "hdf5", "folder"])
 @pytest.mark.parametrize("kind", ["missing", "directory", "file", "in a file", "endless link", "long name"])
-def test_inputs_that_cannot_be_read_are_told_in_a_sentence(tmp_path, inputs, command, kind):
+def test_inputs_that_cannot_be_read_are_reported_in_a_sentence(tmp_path, inputs, command, kind):
     _, after = inputs[command]
     (tmp_path / "empty").mkdir()
     (tmp_path / "text").write_text("text")
@@ -342,7 +342,7 @@ def test_inputs_that_cannot_be_read_are_told_in_a_sentence(tmp_path, inputs, com
 
 @pytest.mark.parametrize("command", ["folder", "npz"])
 @pytest.mark.parametrize("size", ["0", "32769", "99999999999999999999999"])
-def test_a_side_that_no_image_has_is_told_once(inputs, tmp_path, command, size):
+def test_a_side_that_no_image_has_is_reported_once(inputs, tmp_path, command, size):
     good, _ = inputs[command]
     run("convert", command, *good, tmp_path / "out.h5", "--size", size, fails_with=r"not in the range 1<=x<=32768")
 
@@ -380,7 +380,7 @@ def flip(path, sample):
     path.write_bytes(content)
 
 
-def test_notes_are_told_and_count_when_asked_to(path):
+def test_notes_are_reported_and_count_when_asked_to(path):
     code, output = check(path)
     assert code == 0
     lines = output.splitlines()

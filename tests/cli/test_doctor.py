@@ -72,7 +72,7 @@ def test_a_sound_job_is_well_and_has_a_map(job: Job, folder: Path) -> None:
     assert "rank host CPUs threads GPUs 0 " in words
     assert "A training would run" in words
     assert "fault " not in words
-    assert not (folder / "runs").exists(), "nothing is left behind"
+    assert not (folder / "runs").exists(), "nothing is left"
     assert not list(folder.glob(".hpctrain*"))
 
 
@@ -209,7 +209,7 @@ def alone(folder: Path, env: Mapping[str, str]) -> subprocess.Popen[str]:
     return subprocess.Popen(command, env=clean_environment(env), cwd=folder, stdout=pipe, stderr=subprocess.DEVNULL, text=True)
 
 
-def test_processes_that_nobody_has_made_ranks_are_named(folder: Path) -> None:
+def test_processes_that_are_not_ranks_are_named(folder: Path) -> None:
     """A launcher that says nothing: the oldest of the processes side by side speaks."""
     words = [sys.executable, "-m", "mpi4py", *DOCTOR, "--json"]
     program = f"""
@@ -328,4 +328,4 @@ def test_a_start_that_hangs_is_named_within_the_limit(folder: Path) -> None:
     assert outcome.seconds < 140
     words = " ".join(outcome.stdout.split())
     assert "did not end while starting MPI." in words, outcome.output
-    assert "directory ok" in words, "what the rank has found by itself is told"
+    assert "directory ok" in words, "what the rank has found by itself is reported"

@@ -30,6 +30,7 @@ CONFIG = str(Path(__file__).parents[2] / "configs" / "quickstart.yaml")
 #: command: arguments with which it must fail by the user's fault => words that the sentence must have
 _MISTAKE_LINES = """
 train: nowhere.yaml => nowhere.yaml: Cannot read the configuration
+train: train.py => train.py is a Python program, but a configuration must be a YAML file; run the program with `hpctrain script
 train: CONFIG => There is no data file data/fashion-mnist/train.h5
 train: CONFIG grid.rows=2 data.train=good.h5 data.test= => to keep this grid, start the program with `mpiexec -n 2`.
 train: CONFIG data.augment=[flip,mixup] => the key data.mixing.mixup sets it.
@@ -40,6 +41,7 @@ train: CONFIG output=file/runs data.train=good.h5 data.test= epochs=1 => file/ru
 run: -- sleep 3 => The command "sleep 3" contains no training
 run: -- hpctrain train nowhere.yaml => nowhere.yaml: Cannot read the configuration
 completion: tcsh => There is no completion for the shell "tcsh"; choose bash, zsh or fish.
+script: CONFIG => quickstart.yaml is a YAML file, but a program must be a Python file; use `hpctrain train
 script: nowhere.py => There is no program nowhere.py; give the path of a Python file.
 submit: nowhere.yaml --site local => nowhere.yaml: Cannot read the configuration
 submit: CONFIG --site lokal => There is no site 'lokal'; the nearest is "local"
@@ -256,7 +258,7 @@ def test_a_reader_that_leaves_early_sees_no_traceback() -> None:
 
 
 @pytest.mark.parametrize(("rank", "said"), [("0", 1), ("3", 0)])
-def test_a_command_that_needs_no_ranks_is_told_once_under_a_launcher(
+def test_a_command_that_needs_no_ranks_is_reported_once_under_a_launcher(
     monkeypatch: pytest.MonkeyPatch, rank: str, said: int
 ) -> None:
     for name, value in {
@@ -295,7 +297,7 @@ _ASKED = "Unable to allocate 8.00 EiB for an array with shape (1,)"
         (SystemExit("why"), BUG, "sys.exit('why') during a run", "sys.exit('why') during a run ends the job.\n"),
         (MemoryError(f"{_ASKED[:-16]}\nwith shape (1,)."), USER_ERROR, "Memory ran out on rank 0 (", f"): {_ASKED}"),
         (MemoryError(""), USER_ERROR, "Memory ran out on rank 0 (", "): an allocation of unknown size was refused"),
-        (BrokenPipeError(errno.EPIPE, "Broken pipe"), BUG, "", ""),  # nobody reads what would be said
+        (BrokenPipeError(errno.EPIPE, "Broken pipe"), BUG, "", ""),  # no process reads what would be said
     ],
 )
 def test_an_error_ends_the_job_once_and_says_why(

@@ -23,7 +23,7 @@ def test_before_the_world_its_launcher_knows_the_rank() -> None:
     assert JobProcess(Launcher("none")).rank() == 0
     process = JobProcess(Launcher("some", rank=3))
     assert process.rank() == 3
-    process.abort(1)  # there is nobody to end
+    process.abort(1)  # there is no job to end
 
 
 def test_a_process_alone_ends_well(tmp_path: Path) -> None:

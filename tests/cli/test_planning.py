@@ -167,7 +167,7 @@ def test_the_best_come_first_and_the_next_ones_say_why_they_lose() -> None:
     assert all(choice["grid"][0] * choice["grid"][1] == 4 for choice in choices)
 
 
-def test_the_table_fits_and_gives_the_command_line() -> None:
+def test_the_table_fits_and_contains_the_command_line() -> None:
     result = search(QUICKSTART, *SMALL, "--ranks", "4", "--best", "3")
     assert result.exit_code == 0, result.output
     lines = result.stdout.splitlines()
@@ -428,7 +428,7 @@ def test_dots_go_on_by_the_factor_before_them(text: str, ranks: tuple[int, ...])
         ("1,2000000", "exceed the maximum of 1000000"),
     ],
 )
-def test_what_is_no_series_is_told(text: str, words: str) -> None:
+def test_what_is_no_series_is_reported(text: str, words: str) -> None:
     with pytest.raises(click.BadParameter) as error:
         RankSeries().convert(text, None, None)
     assert words in error.value.message

@@ -217,7 +217,7 @@ def test_a_finished_run_is_said_to_be_finished_and_records_no_epoch(folder: Path
     assert "epochs: 2 -> 1 (the smallest value is 2" in refused.stderr
 
 
-def test_auto_starts_anew_where_nothing_is_there_and_eval_does_not(folder: Path) -> None:
+def test_auto_starts_a_new_run_where_nothing_is_there_and_eval_does_not(folder: Path) -> None:
     outcome = _again(folder, "--steps", "1", "name=tiny-b")
     assert "nothing to resume: no run named tiny-b" in outcome.stdout
     # Neither a name that begins alike nor another output is this run.
@@ -245,7 +245,7 @@ def test_auto_goes_on_where_a_run_that_went_back_has_come_to(folder: Path) -> No
     assert "step 4, 52 of 75 images" in _train(folder, "--resume", str(aside), "--steps", "1", "batch=12").stdout
 
 
-def test_auto_does_not_start_anew_over_damaged_checkpoints(folder: Path) -> None:
+def test_auto_does_not_start_a_new_run_over_damaged_checkpoints(folder: Path) -> None:
     _train(folder, "--steps", "1")
     for path in newest_run(folder).checkpoints.iterdir():
         path.write_bytes(path.read_bytes()[:999])

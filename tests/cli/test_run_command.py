@@ -1,4 +1,4 @@
-"""`hpctrain run`: trainings that are killed again and again reach the end with the bits of one that nobody disturbed."""
+"""`hpctrain run`: trainings that are killed again and again reach the end with the bits of an undisturbed one."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 class _Supervised:
-    """A supervised training of so many ranks (0: without a launcher) that is started here."""
+    """A supervised training of `ranks` ranks (0: without a launcher) that is started here."""
 
     def __init__(self, folder: Path, ranks: int, options: Sequence[str], words: Sequence[str]) -> None:
         self._token = uuid.uuid4().hex
@@ -134,7 +134,7 @@ runpy.run_module("hpctrain", run_name="__main__", alter_sys=True)
 
 @pytest.mark.slow
 @pytest.mark.job
-def test_who_was_killed_and_where_is_told(folder: Path) -> None:
+def test_who_was_killed_and_where_is_reported(folder: Path) -> None:
     mpiexec = find_mpiexec()
     if mpiexec is None or "Open MPI" in subprocess.run([mpiexec, "--version"], capture_output=True, text=True).stdout:
         pytest.skip("the exit code is that of MPICH's launcher")

@@ -71,7 +71,7 @@ def test_an_error_anywhere_ends_the_job_with_its_traceback_once(job: Job, ranks:
 @pytest.mark.sample(2)
 @pytest.mark.parametrize(("call", "code"), [("sys.exit(3)", 3), ("sys.exit('words of mine')", 1), ("sys.exit(0)", 0)])
 @pytest.mark.parametrize("ranks", [0, 2])
-def test_a_program_leaves_with_its_own_code_behind_the_block(job: Job, ranks: int, call: str, code: int, tmp_path: Path) -> None:
+def test_a_program_leaves_with_its_own_code_after_the_block(job: Job, ranks: int, call: str, code: int, tmp_path: Path) -> None:
     outcome = run(job, ranks, tmp_path, after=call)
     assert outcome.code == code, outcome.output
     assert ("words of mine" in outcome.stderr) == ("words" in call)
@@ -113,6 +113,6 @@ def test_a_request_to_stop_is_heard(job: Job, ranks: int, tmp_path: Path) -> Non
     assert "end" not in outcome.stdout
 
 
-def test_one_that_nobody_hears_ends_the_process_at_once(job: Job, tmp_path: Path) -> None:
+def test_an_unhandled_one_ends_the_process_at_once(job: Job, tmp_path: Path) -> None:
     outcome = run(job, 0, tmp_path, within="os.kill(os.getpid(), signal.SIGTERM); time.sleep(50)")
     assert outcome.code == SIGNALLED + 15, outcome.output

@@ -57,7 +57,7 @@ def patch():
 """
 
 # Checkpoints take a second longer. Ranks RANKS send themselves SIGNALS from the beginning of PHASE on, 0.15 s apart, the first
-# one in the middle of it; what is 0.3 s behind the first counts as a request that comes again.
+# one in the middle of it; what is 0.3 s after the first counts as a request that comes again.
 _AGAIN = """
 phase, ranks, names = sys.argv.pop(1), sys.argv.pop(1), sys.argv.pop(1)
 begun = []
@@ -119,7 +119,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[int, dict[str, np.ndarray]]:
-    """Steps and tensors of a run on 2 ranks that nobody disturbed."""
+    """Steps and tensors of an undisturbed run on 2 ranks."""
     folder = tmp_path_factory.mktemp("whole")
     prepare(folder, images=160, epochs=2)
     _train(folder, 2, "output=runs")
@@ -142,15 +142,15 @@ def _run(folder: Path) -> RunDirectory:
     return run
 
 
-def test_a_stop_can_be_told_by_a_file_and_code_0(job: Start, folder: Path) -> None:
+def test_a_stop_can_be_reported_by_a_file_and_code_0(job: Start, folder: Path) -> None:
     """For launchers that kill the other ranks where one leaves with a code that is not 0."""
-    told = folder / "stopped"
+    marker = folder / "stopped"
     outcome = _signalled(job, folder, 2, "SIGUSR1", 0, 2, "--stopped-file", "stopped")
-    assert (outcome.code, told.exists()) == (0, True), outcome.output
+    assert (outcome.code, marker.exists()) == (0, True), outcome.output
     assert "stopped by SIGUSR1" in outcome.output
-    told.unlink()
+    marker.unlink()
     _train(folder, 2, "--resume", "auto", "--stopped-file", "stopped")
-    assert not told.exists()
+    assert not marker.exists()
     outcome = _signalled(job, folder, 0, "SIGUSR1", 0, 2, "output=other", "--stopped-file", "nowhere/stopped")
     assert outcome.code != 0
     assert "nowhere/stopped cannot be used: No such file or directory." in outcome.stderr
@@ -174,9 +174,9 @@ def test_a_stopped_run_says_so_and_goes_on_bit_by_bit(
         assert f"checkpoint runs/{run.path.name}/checkpoints/checkpoint-{min(step + 2, 10):08d}.h5" in outcome.stdout
         assert f"--resume runs/{run.path.name} (exit code 85)" in whole_lines(outcome.stdout)
         assert "Traceback" not in outcome.output
-        # The accuracy of an earlier epoch is never told as if it were the result.
-        told = [line for line in outcome.stdout.splitlines() if line.startswith("test accuracy ")]
-        assert [line.split(" of ")[0] for line in told] == (["test accuracy after epoch 1"] if number == "SIGUSR1" else [])
+        # The accuracy of an earlier epoch is never reported as if it were the result.
+        accuracies = [line for line in outcome.stdout.splitlines() if line.startswith("test accuracy ")]
+        assert [line.split(" of ")[0] for line in accuracies] == (["test accuracy after epoch 1"] if number == "SIGUSR1" else [])
         resume = ["--resume", "auto"]
     _train(folder, ranks, "output=runs", *resume)
     assert same_bits(final_tensors(folder, "runs"), final_tensors(folder, "whole"))

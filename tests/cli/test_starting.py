@@ -100,16 +100,16 @@ def test_no_rank_starts_a_process_once_mpi_runs(job: Job, folder: Path, more: li
     (folder / "watched.py").write_text(textwrap.dedent(_WATCHED))
     outcome = job(2, ["watched.py", "train", "tiny.yaml", *more], cwd=folder)
     assert outcome.code == 0, outcome.output
-    told = [line for line in outcome.stderr.splitlines() if line.startswith("a process")]
-    assert not [line for line in told if "after" in line]
-    assert any("git" in line for line in told)  # the watch works: rank 0 asks for the revision before MPI starts
-    assert not [line for line in told if "gcc" in line]
-    looks = [line for line in told if "ldconfig" in line]
+    started = [line for line in outcome.stderr.splitlines() if line.startswith("a process")]
+    assert not [line for line in started if "after" in line]
+    assert any("git" in line for line in started)  # the watch works: rank 0 asks for the revision before MPI starts
+    assert not [line for line in started if "gcc" in line]
+    looks = [line for line in started if "ldconfig" in line]
     assert len(looks) <= 1  # PyTorch's, which tensorboardX loads where it is installed
 
 
 @pytest.mark.slow
-def test_tensorboard_that_is_missing_is_told_before_the_run_begins(job: Job, folder: Path) -> None:
+def test_tensorboard_that_is_missing_is_reported_before_the_run_begins(job: Job, folder: Path) -> None:
     """By rank 0, which alone writes its files: the others must not wait for it."""
     (folder / "without.py").write_text(
         "import sys\nsys.modules['tensorboardX'] = None\nfrom hpctrain.__main__ import main\nmain()\n"
@@ -149,12 +149,12 @@ def test_a_rank_opens_few_files_and_loads_nothing_that_it_does_not_need(job: Job
     (folder / "counted.py").write_text(textwrap.dedent(_COUNTED))
     outcome = job(2, ["counted.py", "train", "tiny.yaml"], cwd=folder)
     assert outcome.code == 0, outcome.output
-    told = [line.split(maxsplit=3) for line in outcome.stderr.splitlines() if line.startswith("files ")]
-    assert len(told) == 2, outcome.stderr
-    least, most = sorted(int(files) for _, files, _, _ in told)
+    counts = [line.split(maxsplit=3) for line in outcome.stderr.splitlines() if line.startswith("files ")]
+    assert len(counts) == 2, outcome.stderr
+    least, most = sorted(int(files) for _, files, _, _ in counts)
     assert least < 800, least
     assert most < 1400, most  # the first rank of a node reads the files of hpctrain once more, to compare them
-    assert {late for *_, late in told} == {"[] 0"}, told  # 0: each package's entry points are read once
+    assert {late for *_, late in counts} == {"[] 0"}, counts  # 0: each package's entry points are read once
 
 
 # The program, in which rank RANK does something else in step 1, counted from 0 on.
@@ -236,7 +236,7 @@ def test_the_rank_to_blame_is_named(job: Job, folder: Path, fault: str, words: s
 
 @pytest.mark.slow
 def test_a_rank_that_skips_a_step_has_not_posted_it(job: Job, folder: Path) -> None:
-    """It goes on to the next message, so that both may wait for each other. Who gives up leaves its words in its log."""
+    """It goes on to the next message, so that both may wait for each other. A rank that stops leaves its words in its log."""
     outcome = _faulty(job, folder, 2, 1, "skip", "--log-ranks", "all")
     assert outcome.code not in (0, 85)
     (logs,) = (folder / "runs").glob("*/logs")
@@ -265,7 +265,7 @@ def test_where_all_hang_alike_the_job_ends(job: Job, folder: Path, ranks: int, f
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("rank", [1, -1])
 def test_ranks_that_are_stopped_end_the_job(job: Job, folder: Path, rank: int) -> None:
-    """One of two, or all: then nobody is left to notice but their parents."""
+    """One of two, or all: then only their parents are left to notice."""
     outcome = _faulty(job, folder, 2, rank, "stop")
     assert outcome.code not in (0, 85), outcome.output
     if rank == -1:
@@ -345,7 +345,7 @@ def test_named_ranks_have_files_with_all_that_they_log(job: Job, tmp_path: Path)
     text = (run / "logs" / "rank-0002.log").read_text()
     assert re.search(r"DEBUG +process \d+ on \S+, hpctrain \S+, launcher .*: train faulty.yaml --log-ranks 0,2 --steps 2\n", text)
     assert re.search(r"DEBUG +epoch 1, step 1: loss \S+; in 1 step this rank waited \S+ s for other ranks\n", text)
-    assert "Backend" in text  # other ranks than 0 say that to nobody else
+    assert "Backend" in text  # other ranks than 0 say that only there
     said = [line for line in outcome.stdout.splitlines() if line.startswith("epoch ")]
     assert said
     assert all(line in (run / "logs" / "rank-0000.log").read_text() for line in said)
@@ -368,7 +368,7 @@ def test_a_rank_that_is_not_there_is_one_sentence(job: Job, tmp_path: Path) -> N
     assert not (tmp_path / "runs").exists()
 
 
-# Only of errors in Python mpi4py's runner knows; what the keeper sees is the same, whoever has started the rank.
+# Only of errors in Python mpi4py's runner knows; what the keeper sees is the same, whatever has started the rank.
 _ENDS = [
     *((name, False) for name in ("an exception", "sys.exit", "os._exit(0)", "SIGKILL", "SIGABRT", "no memory")),
     *((name, True) for name in ("an exception", "sys.exit", "no memory")),

@@ -43,7 +43,7 @@ def _submit(*arguments: str) -> Result:
     return CliRunner().invoke(cli, ["submit", *arguments])
 
 
-def test_a_job_is_submitted_and_its_number_told(folder: Path) -> None:
+def test_a_job_is_submitted_and_its_number_reported(folder: Path) -> None:
     result = _submit(CONFIG, "batch=32", "--site", "slurm", "--nodes", "2", "--ranks-per-node", "4", "--account", "mine")
     assert result.exit_code == 0, result.output
     (call,) = stand_ins.calls(folder)
@@ -108,10 +108,10 @@ def _wait(reached: Callable[[], bool], log: Path) -> None:
 def _started(*arguments: str) -> tuple[int, Path]:
     """Submit on this machine; the process and its log."""
     result = _submit("storm.yaml", *arguments, "--site", "local", "--ranks-per-node", "2", "--no-doctor")
-    return _told(result)
+    return _job_of(result)
 
 
-def _told(result: Result) -> tuple[int, Path]:
+def _job_of(result: Result) -> tuple[int, Path]:
     assert result.exit_code == 0, result.output
     match = re.search(r"job (\d+) on \w+.*\nscript: (\S+)\.sh", result.output)
     assert match is not None
@@ -119,7 +119,7 @@ def _told(result: Result) -> tuple[int, Path]:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(find_mpiexec() is None, reason="there is no mpiexec, neither beside this Python nor on PATH")
+@pytest.mark.skipif(find_mpiexec() is None, reason="there is no mpiexec, neither next to this Python nor on PATH")
 def test_a_training_on_this_machine_is_stopped_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for name in set(os.environ) - set(clean_environment()):
@@ -141,7 +141,7 @@ def test_a_training_on_this_machine_is_stopped_and_goes_on(tmp_path: Path, monke
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(find_mpiexec() is None, reason="there is no mpiexec, neither beside this Python nor on PATH")
+@pytest.mark.skipif(find_mpiexec() is None, reason="there is no mpiexec, neither next to this Python nor on PATH")
 def test_a_training_on_hosts_of_a_file_uses_the_environment_that_is_unpacked_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -159,7 +159,7 @@ def test_a_training_on_hosts_of_a_file_uses_the_environment_that_is_unpacked_the
         tar.add("environment", ".")
     Path("hosts").write_text("localhost\n")
     arguments = ["--site", "hostfile", "--hostfile", "hosts", "--ranks-per-node", "2", "--stage", "environment.tar"]
-    process, log = _told(_submit("storm.yaml", *arguments, "--no-doctor"))
+    process, log = _job_of(_submit("storm.yaml", *arguments, "--no-doctor"))
     _wait(lambda: not Path(f"/proc/{process}").exists(), log)
     text = log.read_text()
     assert text.count(f"unpacked in {tmp_path}/disk/hpctrain-{process}/bin") == 2

@@ -236,7 +236,7 @@ def test_the_schedule_of_every_group_is_printed(form: tuple[str, ...]) -> None:
         assert word in result.output
 
 
-def test_the_schedules_json_gives_the_same_hash() -> None:
+def test_the_schedules_json_has_the_same_hash() -> None:
     arguments = ("--schedule", VGG, "--ranks", "5", *IMAGENET)
     (group,) = json.loads(run(*arguments, "--json").output)
     assert f"hash {group['hash']}" in run(*arguments).output.splitlines()
@@ -349,7 +349,7 @@ def test_the_data_are_plain_and_as_many_as_asked_for() -> None:
     assert choice["keys"]["averager"] == {"name": "sharded", "fc_exchange": "never"}
 
 
-def test_local_batch_norm_is_told_its_samples(capsys: pytest.CaptureFixture) -> None:
+def test_local_batch_norm_is_reported_with_its_samples(capsys: pytest.CaptureFixture) -> None:
     print_search(outcome("batch_norm.statistics=local", "batch=50"), 5, "train")
     assert "Batch norm takes its statistics over 25 samples with choice 1." in capsys.readouterr().out.splitlines()
 
@@ -526,7 +526,7 @@ def test_averaged_weights_are_named(capsys: pytest.CaptureFixture[str]) -> None:
         assert json.loads(capsys.readouterr().out)["averaged"] is averaged
 
 
-def test_where_the_matrix_does_not_fit_the_most_frequent_mistakes_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_where_the_matrix_does_not_fit_the_most_frequent_mistakes_are_reported(capsys: pytest.CaptureFixture[str]) -> None:
     counts = np.zeros((100, 101), np.int64)
     counts[np.arange(100), np.arange(100)] = 9
     counts[70, 3], counts[4, 100] = 8, 5

@@ -216,7 +216,7 @@ def _killed(monkeypatch: pytest.MonkeyPatch, kind: str, step: int, train: Callab
     ("ranks", "every_steps", "kills"),
     [
         (0, 3, [("interval", 8)]),
-        # Killed again before the next checkpoint, then at an epoch's end behind one.
+        # Killed again before the next checkpoint, then at an epoch's end after one.
         (2, 4, [("evaluation", 5), ("progress", 0), ("interval", 7), ("epoch", 10)]),
         # A checkpoint inside the last step of an epoch is older than the epoch's record and its evaluation.
         (0, 5, [("evaluation", 5), ("evaluation", 10)]),
@@ -301,7 +301,7 @@ def test_a_run_on_made_up_images_goes_on_bit_by_bit_and_notices_others(folder: P
     assert "7 samples" in hpctrain(0, folder, "eval", *options).stdout
 
 
-def test_a_plan_takes_shape_and_classes_of_images_that_nobody_has_made_yet(folder: Path) -> None:
+def test_a_plan_takes_shape_and_classes_of_images_that_do_not_exist_yet(folder: Path) -> None:
     assert "There is no" not in hpctrain(0, folder, "plan show", *SYNTHETIC, SIZES, "--ranks", "2").output
 
 
@@ -360,5 +360,5 @@ def test_one_size_that_is_the_images_own_trains_what_no_size_does(by_size: Path)
         ),
     ],
 )
-def test_what_no_size_can_be_is_told_before_training(by_size: Path, overrides: tuple[str, ...], words: str) -> None:
+def test_what_no_size_can_be_is_reported_before_training(by_size: Path, overrides: tuple[str, ...], words: str) -> None:
     assert words in _train(0, by_size, *overrides, code=2).output

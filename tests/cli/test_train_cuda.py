@@ -185,7 +185,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], list[str], str]] = {
         ["backend=numpy", "transport=nccl"],
         "transport is nccl, which applies to GPUs only; set it to auto, or backend to",
     ),
-    "NCCL beside sparse": (
+    "NCCL with sparse": (
         {"ranks": 2},
         ["averager.name=sparse", "transport=nccl"],
         "transport is nccl, but averager sparse chooses the elements to send",

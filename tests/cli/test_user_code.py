@@ -173,7 +173,7 @@ deadline_seconds: 30
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The working directory: two small data files, and the user's code beside his configuration in a directory of its own."""
+    """The working directory: two small data files, and the user's code next to his configuration in a directory of its own."""
     write_images(tmp_path / "train.h5", 43)
     write_images(tmp_path / "test.h5", 9, seed=1)
     (tmp_path / "mine").mkdir()
@@ -288,7 +288,7 @@ def test_defaults_that_no_configuration_can_hold_are_left_out(folder: Path) -> N
     assert shown["optimizer"] == {"name": "own_code.py:Odd", "lr": 1.0, "scale": 0.1, "more_of": 2}
 
 
-def test_an_error_at_import_is_told_once_by_all_ranks(job: Job, folder: Path) -> None:
+def test_an_error_at_import_is_reported_once_by_all_ranks(job: Job, folder: Path) -> None:
     (folder / "mine" / "own_code.py").write_text("import numpy\n\nnumpy.zeros(-1)\n")
     outcome = job(2, ["-m", "hpctrain", "train", "mine/own.yaml", "averager=blocking"], cwd=folder)
     assert outcome.code == 2

@@ -88,7 +88,7 @@ def test_many_on_their_way_at_once(way: Transport, seed: int, emulated_device: E
             handles = [rank.comm.iallreduce(buffer) for buffer in buffers]
             for handle, buffer in zip(handles, buffers, strict=True):
                 wait(handle)
-                arithmetic.add(total, buffer)  # enqueued at once: it comes behind the copy back
+                arithmetic.add(total, buffer)  # enqueued at once: it comes after the copy back
         sums = [sum(rank.values(other, 7) + number for other in range(3)) for number in range(4)]
         np.testing.assert_array_equal(rank.on_host(total), sum(sums) * 4)
 
@@ -101,7 +101,7 @@ def test_groups_of_a_communicator_reach_the_device_too(way: Transport, emulated_
     def program(comm: ThreadCommunicator) -> None:
         rank = DeviceRank(comm, emulated_device(comm.rank), reach(way))
         pair, here = rank.comm.split(comm.rank // 2, comm.rank, "pairs"), rank.comm.split_shared_memory("node")
-        assert rank.comm.split(None, 0, "nobody") is None
+        assert rank.comm.split(None, 0, "none") is None
         for group in (pair, here):
             assert group is not None
             buffer = rank.on_device([1.0])
@@ -483,7 +483,7 @@ def test_texts_and_faults() -> None:
     assert str(handle) == "allreduce of 3 elements, complete"
 
 
-def test_an_abort_gives_up_what_is_on_its_way_first(emulated_device: EmulatedDeviceFactory) -> None:
+def test_an_abort_drops_what_is_on_its_way_first(emulated_device: EmulatedDeviceFactory) -> None:
     calls: list[Any] = []
 
     class Inner:
@@ -504,7 +504,7 @@ def _runtime(device: EmulatedDevice) -> CudaRuntime:
     return CudaRuntime(device, device.stream("compute"), "float64")
 
 
-def test_ranks_that_share_a_gpu_are_told(emulated_device: EmulatedDeviceFactory) -> None:
+def test_ranks_that_share_a_gpu_are_reported(emulated_device: EmulatedDeviceFactory) -> None:
     def program(comm: ThreadCommunicator) -> list[str | None]:
         device = emulated_device(comm.rank)
         own = group_fault(comm, CudaKernelSet(_runtime(device)).arithmetic.messages())
@@ -564,7 +564,7 @@ def test_messages_that_arrive_are_compared(cupy: Any, monkeypatch: pytest.Monkey
     assert device_probe.outcome() == f"{UNAWARE}: the received bytes differ from the sent bytes"
 
 
-def test_a_gpu_that_cannot_be_used_is_told(cupy: Any) -> None:
+def test_a_gpu_that_cannot_be_used_is_reported(cupy: Any) -> None:
     cupy.CupyDevice = _NoDevice
     assert device_probe.outcome() == f"{UNAWARE}: GPU 0 cannot be used (no driver)."
 
@@ -587,7 +587,7 @@ def test_last_lines() -> None:
 
 @pytest.mark.job
 @pytest.mark.slow
-def test_what_the_process_says_is_told_whatever_becomes_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_process_says_is_reported_whatever_becomes_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """It says its word and ends; or MPI ends it, with or without words of GPUs; or it does not end."""
 
     def says(*words: str, code: int = 0) -> None:

@@ -35,7 +35,7 @@ class Countdown:
 
 
 class Switch:
-    """Complete once told so."""
+    """A handle that is complete once it is switched on."""
 
     def __init__(self) -> None:
         self.on = False
@@ -98,7 +98,7 @@ def test_any_program_runs_in_posting_order_after_its_dependencies(chance: random
 
 
 def test_a_wait_drives_all_queues() -> None:
-    """What is waited for here comes after something on a queue that nobody waits for."""
+    """What is waited for here comes after something on a queue without a wait."""
     engine = _engine()
     split, data = engine.queue(SingleCommunicator("split")), engine.queue(SingleCommunicator("data"))
     slow = split.post(lambda: Countdown(50), "slow")
@@ -208,7 +208,7 @@ def _timed_out(tmp_path: Path, wait_for_handle: bool) -> tuple[str, list[int], C
         return stream.read(), codes, clock
 
 
-def test_past_the_deadline_everything_is_told_and_the_job_ends(tmp_path: Path) -> None:
+def test_past_the_deadline_everything_is_reported_and_the_job_ends(tmp_path: Path) -> None:
     report, codes, clock = _timed_out(tmp_path, wait_for_handle=False)
     assert codes == [DEADLINE]
     assert 2.0 < clock.now < 2.2
@@ -226,7 +226,7 @@ def test_past_the_deadline_everything_is_told_and_the_job_ends(tmp_path: Path) -
 
 
 def test_a_job_that_was_suspended_has_not_waited() -> None:
-    """An hour in which nobody could look, as under a scheduler that stops all processes and continues them."""
+    """An hour in which no process could look, as under a scheduler that stops all processes and continues them."""
     clock, codes = Clock(), []
 
     class Suspended(Countdown):
@@ -315,25 +315,25 @@ def test_letting_messages_move_completes_nothing() -> None:
 
 
 class _Later(_Gate):
-    """Posts something once it is told to."""
+    """Post something once it is opened."""
 
     operation = ""
 
 
 class _Heard(FlightRecorder):
-    """Keeps what it is told of starts and ends."""
+    """Keep the notes of starts and ends."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.told: list[str] = []
+        self.history: list[str] = []
 
     def started(self, number: int, operation: str) -> None:
         super().started(number, operation)
-        self.told.append(f"started: {operation}")
+        self.history.append(f"started: {operation}")
 
     def done(self, number: int) -> None:
         super().done(number)
-        self.told.append("done")
+        self.history.append("done")
 
 
 @pytest.mark.parametrize("at_once", [True, False])
@@ -343,16 +343,16 @@ def test_a_flight_record_hears_of_an_operation_once_it_is_with_the_transport(at_
     queue = PostingQueue("row", flight=flight)
     queue.post(_Gate, "first")
     queue.post(lambda: later, "second")
-    assert flight.told == ["started: a switch"]
+    assert flight.history == ["started: a switch"]
     queue.collect()
-    assert flight.told == ["started: a switch"]
+    assert flight.history == ["started: a switch"]
     later.operation = "allreduce of 3 float32 elements"
     if not at_once:
         queue.collect()
     later.open = True
     queue.collect()
     queue.collect()
-    assert flight.told == ["started: a switch", "started: allreduce of 3 float32 elements", "done"]
+    assert flight.history == ["started: a switch", "started: allreduce of 3 float32 elements", "done"]
 
 
 class _TestsTakeTime:
@@ -489,7 +489,7 @@ def test_a_second_thread_has_its_own_sum() -> None:
     clock = _Clock()
     account = MessageAccount(clock_ns=clock)
 
-    def beside() -> None:
+    def in_thread() -> None:
         account.second_thread(threading.get_ident())
         account.begin()
         clock.now += 40
@@ -498,7 +498,7 @@ def test_a_second_thread_has_its_own_sum() -> None:
 
     account.begin()
     clock.now += 5
-    thread = threading.Thread(target=beside)
+    thread = threading.Thread(target=in_thread)
     thread.start()
     thread.join()
     account.end()

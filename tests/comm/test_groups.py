@@ -95,7 +95,7 @@ def _gather(comm: Communicator, counts: list[int], seed: int, in_place: bool) ->
 @pytest.mark.sample(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("nodes", PLACEMENTS)
-def test_many_operations_at_once_give_what_one_level_gives(nodes: tuple[int, ...]) -> None:
+def test_many_operations_at_once_return_what_one_level_returns(nodes: tuple[int, ...]) -> None:
     def program(comm: ThreadCommunicator) -> None:
         made = in_levels(comm, levels(nodes), "gradients")
         random = np.random.default_rng(len(nodes))
@@ -122,18 +122,18 @@ def test_everything_else_is_done_by_the_ranks_in_their_new_order() -> None:
         made = in_levels(comm, levels(nodes), "gradients")
         assert made.allgather_object(comm.rank) == [0, 2, 1, 3]
         assert made.broadcast_object(comm.rank, root=1) == 2
-        total, sent, told = np.array([float(comm.rank)]), np.full(4, comm.rank, np.int64), np.array([comm.rank])
+        total, sent, shared = np.array([float(comm.rank)]), np.full(4, comm.rank, np.int64), np.array([comm.rank])
         received = np.zeros(4, np.int64)
         message, heard = np.array([made.rank]), np.array([-1])
         wait(
             made.iallreduce(total),
             made.ialltoall(sent, received, [1] * 4, [1] * 4),
-            made.ibroadcast(told, root=3),
+            made.ibroadcast(shared, root=3),
             made.ibarrier(),
             made.isend(message, (made.rank + 1) % 4, tag=5),
             made.irecv(heard, (made.rank - 1) % 4, tag=5),
         )
-        assert (total[0], list(received), told[0], heard[0]) == (6.0, [0, 2, 1, 3], 3, (made.rank - 1) % 4)
+        assert (total[0], list(received), shared[0], heard[0]) == (6.0, [0, 2, 1, 3], 3, (made.rank - 1) % 4)
         part = made.split(made.rank // 2, -made.rank, "part")
         assert part is not None
         assert (part.size, part.rank) == (2, 1 - made.rank % 2)
@@ -143,7 +143,7 @@ def test_everything_else_is_done_by_the_ranks_in_their_new_order() -> None:
 
 
 def test_a_node_sends_and_receives_as_if_it_were_one_rank() -> None:
-    """Beside what stays on it: (N - 1) / N of the whole, shared by its ranks."""
+    """Its ranks together send (N - 1) / N of the whole, in addition to what stays on the node."""
     nodes, elements = (0, 0, 0, 1, 1, 1, 2, 2, 2), 36
 
     def program(comm: ThreadCommunicator) -> tuple[int, int]:
@@ -358,7 +358,7 @@ def test_wrong_sizes_types_and_strides_are_refused() -> None:
 
 def test_splits_and_objects() -> None:
     comm = SingleCommunicator()
-    assert comm.split(None, 0, "nobody") is None
+    assert comm.split(None, 0, "none") is None
     part = comm.split(3, 0, "part")
     assert part is not None
     assert (part.name, part.size) == ("part", 1)

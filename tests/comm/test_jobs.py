@@ -36,7 +36,7 @@ def _run(job: Job, ranks: int, program: str) -> Outcome:
 
 
 @pytest.mark.mpi_differs
-def test_a_job_that_ends_well_gives_zero(job: Job) -> None:
+def test_a_job_that_ends_well_returns_zero(job: Job) -> None:
     outcome = _run(job, 3, "import os; os.write(1, f'sum {sum(world.allgather_object(world.rank))}\\n'.encode())")
     assert outcome.code == 0, outcome.output
     assert outcome.stdout.count("sum 3") == 3
@@ -269,7 +269,7 @@ def test_one_process_has_it_to_itself() -> None:
     assert (memory.array.tolist(), memory.denied) == ([0] * 5, "")
 
 
-def test_the_last_view_gives_it_back() -> None:
+def test_the_last_view_returns_it() -> None:
     descriptors, maps = Path("/proc/self/fd"), Path("/proc/self/maps")
     before = len(os.listdir(descriptors))
     memory = share(SingleCommunicator(), 1 << 20)

@@ -154,7 +154,7 @@ def test_all_that_is_in_flight_is_tested_until_it_has_ended(operations: list[tup
     assert not lost.unsettled()
 
 
-def test_what_does_not_end_is_kept_and_told() -> None:
+def test_what_does_not_end_is_kept_and_reported() -> None:
     lost = LostRanks(ScriptedMpi, RevocableCommunicator(dead=(1,)))
     lost.revoke()
     stuck = Operation(lost, 10**9, None)

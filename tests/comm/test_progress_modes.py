@@ -142,7 +142,7 @@ def test_where_progress_is_left_to_the_transport_operators_do_not_poll() -> None
     assert ticket.done
 
 
-def test_queues_of_one_name_are_told_apart() -> None:
+def test_queues_of_one_name_are_distinguished() -> None:
     engine = _engine()
     comms = [SingleCommunicator("column"), SingleCommunicator("row"), SingleCommunicator("column")]
     names = [engine.queue(comm).name for comm in comms]
@@ -273,7 +273,7 @@ def test_what_is_in_flight_when_the_thread_ends_is_completed_by_waits() -> None:
     assert second.done
 
 
-def test_a_thread_that_hangs_in_a_start_is_told_of_at_the_deadline(tmp_path: object) -> None:
+def test_a_thread_that_hangs_in_a_start_is_reported_at_the_deadline(tmp_path: object) -> None:
     codes, hung, event = list[int](), threading.Event(), LocalEvent("gradient")
     with open(f"{tmp_path}/report", "w+") as stream:
         engine = ProgressEngine(rank=3, deadline_seconds=0.2, abort=codes.append, stream=stream)
@@ -311,7 +311,7 @@ def test_a_pass_has_its_owners_handling_of_floating_point_errors() -> None:
     engine.stop_thread()
 
 
-def test_what_the_thread_does_is_recorded_beside_the_program() -> None:
+def test_what_the_thread_does_is_recorded_next_to_the_program() -> None:
     tracer = Tracer(1000)
     engine = ProgressEngine(rank=0, deadline_seconds=PATIENCE_SECONDS, abort=lambda code: None, trace=tracer)
     engine.start_thread(posts=True)
@@ -336,9 +336,9 @@ def test_what_the_thread_does_is_recorded_beside_the_program() -> None:
     assert engine.account.seconds == before
     assert engine.account.thread_seconds > 0
     assert len(events.of(Category.UPDATE)) == 0
-    beside = events.of(Category.THREAD)
-    assert {events.names[index] for index in beside.name} == {"conv.weight", "posting and progress"}
-    assert {events.tracks[index] for index in beside.track} == {THREAD_TRACK}
+    of_thread = events.of(Category.THREAD)
+    assert {events.names[index] for index in of_thread.name} == {"conv.weight", "posting and progress"}
+    assert {events.tracks[index] for index in of_thread.track} == {THREAD_TRACK}
     (sent,) = events.of(Category.COMMUNICATION).track
     assert events.tracks[sent] == "row"
     assert len(events.of(Category.WORK)) > 0
@@ -346,7 +346,7 @@ def test_what_the_thread_does_is_recorded_beside_the_program() -> None:
 
 @pytest.mark.sample(6)
 @pytest.mark.parametrize("seed", range(20))
-def test_any_program_posts_in_order_whoever_starts_what(seed: int) -> None:
+def test_any_program_posts_in_order_whatever_thread_starts_an_operation(seed: int) -> None:
     """Real threads, with the interpreter's switches as often as it can."""
     chance = random.Random(seed)
     engine = _engine()

@@ -48,7 +48,7 @@ def _in_rank_order(parts: list[np.ndarray]) -> np.ndarray:
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("ranks", [2, 3, 5])
-def test_a_reduce_scatter_gives_the_sum_of_rounded_parts_in_rank_order(ranks: int, dtype: str) -> None:
+def test_a_reduce_scatter_returns_the_sum_of_rounded_parts_in_rank_order(ranks: int, dtype: str) -> None:
     counts = [7, 0, 4, 1, 9][:ranks]
     sent = [_values(rank, sum(counts), dtype) for rank in range(ranks)]
     expected = _in_rank_order(sent)
@@ -74,7 +74,7 @@ def test_a_reduce_scatter_gives_the_sum_of_rounded_parts_in_rank_order(ranks: in
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize(("ranks", "size"), [(2, 9), (3, 2), (4, 64), (5, 0), (5, 31)])
-def test_an_allreduce_rounds_each_sum_once_and_gives_the_same_bits_to_all(ranks: int, size: int, dtype: str) -> None:
+def test_an_allreduce_rounds_each_sum_once_and_returns_the_same_bits_to_all(ranks: int, size: int, dtype: str) -> None:
     sent = [_values(rank, size, dtype) for rank in range(ranks)]
     expected = rounded(_in_rank_order(sent))
 
@@ -182,7 +182,7 @@ def test_in_two_levels_only_what_crosses_nodes_is_rounded(nodes: tuple[int, ...]
 @pytest.mark.parametrize(
     ("nodes", "size"), [((0, 0, 1, 1), 24), ((0, 1, 0, 1), 3), ((2, 1, 0, 0, 1, 2), 37), ((1, 0, 1, 0), 0)], ids=str
 )
-def test_an_allreduce_in_two_levels_rounds_what_crosses_nodes_and_gives_the_same_bits_to_all(
+def test_an_allreduce_in_two_levels_rounds_what_crosses_nodes_and_returns_the_same_bits_to_all(
     nodes: tuple[int, ...], size: int
 ) -> None:
     two = levels(nodes)
@@ -472,7 +472,7 @@ def test_second_stages_keep_the_order_of_the_first(emulated_device: EmulatedDevi
 
 
 class _Step:
-    """A handle that is complete when told so."""
+    """A handle that is complete once `complete` is set."""
 
     def __init__(self, name: str) -> None:
         self.name, self.complete, self.tests = name, False, 0

@@ -83,7 +83,12 @@ def test_examples_are_copied_once(tmp_path: Path) -> None:
     assert [path.relative_to(tmp_path).as_posix() for path in paths] == examples.names()
     assert all(paths.values())
     assert (tmp_path / "jobs" / "slurm.sbatch").read_bytes() == (TOP / "jobs" / "slurm.sbatch").read_bytes()
-    assert examples.copy(["slurm"], tmp_path) == {tmp_path / "jobs" / "slurm.sbatch": False}  # the same file: nothing to do
+    assert examples.copy(["slurm"], tmp_path) == {tmp_path / "jobs" / "slurm.sbatch": False}
+
+
+def test_an_example_that_is_named_twice_is_copied_once(tmp_path: Path) -> None:
+    """A second copy does not fail because the file exists already."""
+    assert examples.copy(["slurm", "slurm"], tmp_path) == {tmp_path / "jobs" / "slurm.sbatch": True}
 
 
 def test_an_edited_copy_is_not_overwritten(tmp_path: Path) -> None:

@@ -241,7 +241,7 @@ def test_one_sentence_with_the_line(old, new, line, words):
     assert all(word in message for word in words), message
 
 
-def test_all_faults_are_told_at_once():
+def test_all_faults_are_reported_at_once():
     lines = faults(TEXT.replace("batch: 9", "batch: 0\nzebra: 1").replace("name: seven", "name: a/b"))
     assert len(lines) == 3
     assert sorted(line.split(":")[1] for line in lines) == ["1", "10", "9"]

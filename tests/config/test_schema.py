@@ -190,9 +190,9 @@ NO_WORDS_OF_OURS = ("Input", "valid ", "Tuple", "validation error", "parse", "re
 
 
 @pytest.mark.slow
-def test_every_wrong_value_of_every_key_is_told_in_our_words() -> None:
+def test_every_wrong_value_of_every_key_is_reported_in_our_words() -> None:
     keys = [".".join(map(str, path)) for path in known_paths()]
-    told = set()
+    refused = set()
     for key in [*keys, "plan.features.*", "optimizer.momentum", "model.width"]:
         for value in VALUES:
             try:
@@ -201,8 +201,8 @@ def test_every_wrong_value_of_every_key_is_told_in_our_words() -> None:
                 lines = str(error).split("\n")
                 assert all(line.startswith('override "') and line.endswith(".") for line in lines), lines
                 assert not any(word in line.split('": ', 1)[1] for line in lines for word in NO_WORDS_OF_OURS), lines
-                told.add(key)
-    assert len(told) == len(keys) + 3
+                refused.add(key)
+    assert len(refused) == len(keys) + 3
 
 
 BASE = """
@@ -244,7 +244,7 @@ schedule: constant
         ("backend=onedn", "backend is onedn, but must be 'auto', 'numpy', 'onednn' or 'cuda'; the nearest is 'onednn'."),
     ],
 )
-def test_rules_are_told_in_full(override: str, sentence: str) -> None:
+def test_rules_are_stated_in_full(override: str, sentence: str) -> None:
     with pytest.raises(ConfigError) as error:
         parse(BASE, "base.yaml", [override])
     assert str(error.value) == f'override "{override}": {sentence}'

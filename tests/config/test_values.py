@@ -156,8 +156,8 @@ def test_a_path_of_the_schema_has_its_variables_filled_in(key, monkeypatch):
     for text in ("$NOWHERE/x", "${NOWHERE}", "a/$NOWHERE"):
         with pytest.raises(ConfigError, match=rf"{re.escape(key)} is .*, but the variable NOWHERE is not set here"):
             parse(_REST, overrides=[f"{key}={text}"])
-    with pytest.raises(ConfigError, match="but there is no user nobody-of-that-name here"):
-        parse(_REST, overrides=[f"{key}=~nobody-of-that-name/x"])
+    with pytest.raises(ConfigError, match="but there is no user missing-user here"):
+        parse(_REST, overrides=[f"{key}=~missing-user/x"])
 
 
 def test_no_path_of_the_schema_is_left_out():

@@ -235,7 +235,7 @@ def test_ranks_have_few_sums(shards: int) -> None:
 
 @given(st.integers(0, 500), st.integers(1, 40))
 def test_a_ranks_samples_fall_into_its_shards_by_an_even_split(samples: int, shards: int) -> None:
-    """A step splits a rank's share evenly, and that gives the sizes of its shards again."""
+    """A step splits a rank's share evenly, which results in the sizes of its shards again."""
     sizes = even(samples, shards)
     for ranks in divisors(shards):
         count = shards // ranks

@@ -29,7 +29,7 @@ def _unchanged() -> Iterator[None]:
     root.setLevel(state[1])
 
 
-def _told(path: Path) -> list[tuple[str, str]]:
+def _entries(path: Path) -> list[tuple[str, str]]:
     matches = [_LINE.fullmatch(line) for line in path.read_text().splitlines()]
     return [(match[1], match[2]) for match in matches if match is not None]
 
@@ -54,7 +54,7 @@ def test_lines_wait_for_the_file_and_go_to_its_end(tmp_path: Path, capsys: pytes
         rank_log.end_rank_log()
     text = path.read_text()
     expected = ["DEBUG", "INFO", "WARNING", "ERROR"]
-    assert [level for level, _ in _told(path)] == expected * 2
+    assert [level for level, _ in _entries(path)] == expected * 2
     assert "start 0" in text
     assert "start 1" in text
     assert text.count("\n  of several lines\n") == 2
@@ -62,7 +62,7 @@ def test_lines_wait_for_the_file_and_go_to_its_end(tmp_path: Path, capsys: pytes
     assert rank_log.current_rank_log() is None
 
 
-def test_nothing_is_kept_where_nobody_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_nothing_is_kept_unless_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = set(threading.enumerate())  # threads of other tests may wait for a disk that hangs
     configure(1, 2)
     rank_log.tee("an error that was printed", last=True)
@@ -71,7 +71,7 @@ def test_nothing_is_kept_where_nobody_asked(tmp_path: Path, capsys: pytest.Captu
     assert set(threading.enumerate()) <= before
 
 
-def test_a_disk_that_refuses_is_told_once_and_tried_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_disk_that_refuses_is_reported_once_and_tried_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "logs").write_text("a file where a directory should be")
     log = rank_log.begin_rank_log()
     configure(2, 4)
@@ -83,9 +83,9 @@ def test_a_disk_that_refuses_is_told_once_and_tried_again(tmp_path: Path, capsys
     (tmp_path / "logs").unlink()
     get_logger("hpctrain").info("the last one")
     assert _within(60, lambda: (tmp_path / "logs" / "rank-0002.log").is_file() and not log._waiting)
-    told = [text for _, text in _told(tmp_path / "logs" / "rank-0002.log")]
-    assert [text for text in told if text.startswith("line")] == [f"line {number}" for number in range(5)]
-    assert "the last one" in told
+    texts = [text for _, text in _entries(tmp_path / "logs" / "rank-0002.log")]
+    assert [text for text in texts if text.startswith("line")] == [f"line {number}" for number in range(5)]
+    assert "the last one" in texts
     said.append(capsys.readouterr().err)
     assert "".join(said).count("cannot be written") == 1
 
@@ -103,7 +103,7 @@ def test_what_a_broken_disk_has_lost_is_said_at_the_end(tmp_path: Path, capsys: 
     assert re.search(r"2 lines of \S*rank-0000.log could not be written and are lost", capsys.readouterr().err)
 
 
-def test_a_disk_that_hangs_holds_up_nobody(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_disk_that_hangs_holds_up_no_caller(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Opening a pipe without a reader waits without end. When the disk answers after the end, the thread ends without a word."""
     os.mkfifo(tmp_path / "rank-0000.log")
     log = rank_log.begin_rank_log()

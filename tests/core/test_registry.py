@@ -218,7 +218,7 @@ def test_a_refusal_is_one_sentence(name, options, words):
         assert "\n" not in str(caught.value)
 
 
-def test_what_the_program_gives_is_no_option(animals):
+def test_what_the_program_passes_is_no_option(animals):
     given = Registry("animals", "animal", animals.base, given=["owner"])
     for refuse in (given.check, partial(animals.create, owner=2)):
         with pytest.raises(OptionError, match="set by the program") as caught:
@@ -229,7 +229,7 @@ def test_what_the_program_gives_is_no_option(animals):
     assert '"owner"' not in str(caught.value)
 
 
-def test_a_needed_option_must_be_there_unless_the_program_gives_it(animals):
+def test_a_needed_option_must_be_there_unless_the_program_passes_it(animals):
     with pytest.raises(OptionError, match=r'^Animal "cat" needs the option "owner"') as caught:
         animals.check("cat", {})
     assert caught.value.option == "owner"
@@ -413,16 +413,16 @@ def test_a_module_and_a_file_are_found_in_the_working_directory(module: str) -> 
     assert (made.scale, made.momentum) == (2.0, 0.5)  # type: ignore[attr-defined]
 
 
-def test_beside_the_configuration_comes_after_the_working_directory(module: str, tmp_path: Path) -> None:
-    beside = tmp_path / "configs"
-    beside.mkdir()
-    (beside / "own_module_beside.py").write_text("from own_module_sibling import Own")
-    (beside / "own_module_sibling.py").write_text(GOOD)
-    (beside / f"{module}.py").write_text("raise RuntimeError('imported')")
-    with pytest.raises(ConfigError, match=r"no file own_module_beside\.py .* in the working directory\.$"):
-        user_code.load("own_module_beside.py:Own")
-    user_code.search_beside(beside / "my.yaml")
-    assert user_code.load("own_module_beside.py:Own").__name__ == "Own"
+def test_the_directory_of_the_configuration_comes_after_the_working_directory(module: str, tmp_path: Path) -> None:
+    folder = tmp_path / "configs"
+    folder.mkdir()
+    (folder / "own_module_nearby.py").write_text("from own_module_sibling import Own")
+    (folder / "own_module_sibling.py").write_text(GOOD)
+    (folder / f"{module}.py").write_text("raise RuntimeError('imported')")
+    with pytest.raises(ConfigError, match=r"no file own_module_nearby\.py .* in the working directory\.$"):
+        user_code.load("own_module_nearby.py:Own")
+    user_code.search_beside(folder / "my.yaml")
+    assert user_code.load("own_module_nearby.py:Own").__name__ == "Own"
     assert user_code.load("own_module_sibling:Own").__name__ == "Own"
     assert user_code.load(f"{module}.py:Own").__name__ == "Own"
 
@@ -483,7 +483,7 @@ def test_a_wrong_reference_is_one_sentence(module: str, reference: str, words: l
         ("x = 1\nraise RuntimeError('two\\nlines')", ["RuntimeError: two lines", "line 2"]),
         ("def f(:", ["SyntaxError", "line 1"]),
         ("import numpy as np\nnp.zeros((2, -1))", ["ValueError", "line 2"]),
-        ("\n\nimport module_that_nobody_has", ["ModuleNotFoundError", "module_that_nobody_has", "line 3"]),
+        ("\n\nimport module_that_is_missing", ["ModuleNotFoundError", "module_that_is_missing", "line 3"]),
         ("import sys\nsys.exit(3)", ["SystemExit: 3", "line 2"]),
         ("def f():\n    return 1 / 0\nf()", ["ZeroDivisionError: division by zero", "line 2"]),
     ],
@@ -529,7 +529,7 @@ def test_a_name_that_two_packages_offer_is_refused(module: str, tmp_path: Path) 
     assert [offer.package for offer in OPTIMIZERS.offers()] == ["one 1.2", "two 1.2"]
 
 
-def test_an_unknown_name_is_told_with_the_offered_ones(module: str, tmp_path: Path) -> None:
+def test_an_unknown_name_is_reported_with_the_offered_ones(module: str, tmp_path: Path) -> None:
     offer(tmp_path / "site", "my-opt", "hpctrain.optimizers", f"adamw = {module}:Own")
     with pytest.raises(ConfigError, match='no optimizer "adamww"; the nearest is "adamw"'):
         OPTIMIZERS.find("adamww")

@@ -325,7 +325,7 @@ def image_of(channels: int, height: int = 29, width: int = 31) -> np.ndarray:
 
 
 def test_pixels_of_all_operations_are_what_they_were() -> None:
-    """By a hash, without PyTorch: a library of pictures that gives others would change trainings without a word."""
+    """By a hash, without PyTorch: a library of pictures that returns others would change trainings without a word."""
     digest = hashlib.sha256()
     for channels in (1, 3):
         image = image_of(channels)

@@ -392,7 +392,7 @@ def first_batches(loader):
 
 
 def digest_of(batches_of_ranks):
-    """sha256 of the batches, those of a batch's ranks one behind another: images first."""
+    """sha256 of the batches, those of a batch's ranks in order: images first."""
     digest = hashlib.sha256()
     for of_ranks in zip(*batches_of_ranks, strict=True):
         for part in zip(*of_ranks, strict=True):

@@ -87,7 +87,7 @@ def run_cases(path):
 
 
 def outcomes(path, cases):
-    """Case -> outcome; the case that hangs or ends the child has "hangs" or "ends with ...", and those behind it have none."""
+    """Case -> outcome; the case that hangs or ends the child has "hangs" or "ends with ...", and those after it have none."""
     lines = "".join(json.dumps(case) + "\n" for case in cases)
     with tempfile.TemporaryFile("w+") as out:
         command, top = [sys.executable, "-m", "tests.data.test_damaged_files", str(path)], Path(__file__).parents[2]

@@ -123,7 +123,7 @@ def jpeg_kinds():
     kinds = {name: encoded(image, "JPEG", **more) for name, more in options.items()}
     kinds["grey"] = encoded(image.convert("L"), "JPEG")
     kinds["CMYK"] = encoded(image.convert("CMYK"), "JPEG")
-    kinds["junk behind it"] = kinds["progressive"] + b"junk"
+    kinds["junk after it"] = kinds["progressive"] + b"junk"
     kinds["two"] = encoded(image, "MPO", save_all=True, append_images=[image])
     return kinds
 
@@ -132,7 +132,7 @@ JPEG_KINDS = jpeg_kinds()
 
 
 def same_with_and_without(content, size, fit, channels, monkeypatch):
-    """What a decoding gives, or says: the same with simplejpeg and without."""
+    """Return what a decoding returns, or says: the same with simplejpeg and without."""
     results = []
     for library in {id(library): library for library in (decoding.simplejpeg, None)}.values():
         with monkeypatch.context() as patched:

@@ -108,7 +108,7 @@ def test_a_resized_crop_reads_the_rows_of_its_window_that_the_filter_reaches():
 
 @given(st.data(), st.integers(1, 30), st.integers(1, 30), st.integers(0, 2**62))
 @settings(max_examples=amount(20, 100), deadline=None)
-def test_a_mirrored_pipeline_gives_the_mirror_image_of_each_sample(data, height, width, seed):
+def test_a_mirrored_pipeline_returns_the_mirror_image_of_each_sample(data, height, width, seed):
     images = np.random.default_rng(seed).integers(0, 256, (COUNT, height, width, 3), np.uint8)
     pipeline = Pipeline(data.draw(augmentations((height, width), 3)), seed, MEAN3, STD3, "float32")
     mirrored = pipeline.mirrored()
@@ -138,7 +138,7 @@ STEPS = [(step, {}) if isinstance(step, str) else step for step in EVERY]
 
 
 def made(threads, images, region=None, epoch=2, dtype="float32"):
-    """Images behind all steps, or a region of them, made by so many threads."""
+    """Return images after all steps, or a region of them, made by `threads` threads."""
     pipeline = Pipeline(STEPS, 7, MEAN3, STD3, dtype)
     pipeline.share_out(threads)
     ids = np.arange(len(images))[::-1] * 3
@@ -275,7 +275,7 @@ def test_each_sample_is_made_once(threads: int, samples: int, sample_bytes: int)
         assert sorted(made) == list(range(samples))
 
 
-def test_threads_work_beside_each_other_and_end_with_the_object() -> None:
+def test_threads_work_in_parallel_and_end_with_the_object() -> None:
     gc.collect()
     shared, together = BatchThreads(3), threading.Barrier(3, timeout=30)
     others: set[threading.Thread] = set()
@@ -295,7 +295,7 @@ def test_threads_work_beside_each_other_and_end_with_the_object() -> None:
 
 
 @pytest.mark.parametrize("broken", [0, 5])
-def test_an_error_is_raised_once_nobody_works_any_more(broken: int) -> None:
+def test_an_error_is_raised_once_all_threads_are_done(broken: int) -> None:
     at_work: list[int] = []
 
     def work(thread: int, first: int, last: int) -> None:

@@ -43,7 +43,7 @@ def cut_short(file, sample):
 
 
 class BadDisk:
-    """`os.preadv` of a file whose samples in `bad` cannot be read, so many times; and no map that could be copied from."""
+    """`os.preadv` of a file whose samples in `bad` cannot be read, `times` times; and no map that could be copied from."""
 
     def __init__(self, monkeypatch, file, bad, error=errno.EIO, times=10**9):
         self.bad, self.error, self.left, self.file, self.calls = bad, error, dict.fromkeys(bad, times), file, 0
@@ -62,7 +62,7 @@ class BadDisk:
 
 @settings(max_examples=amount(8, 30), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_what_is_read_is_what_an_array_gives(make_file, way, data):
+def test_what_is_read_is_what_an_array_returns(make_file, way, data):
     file, images, _ = make_file(count=9, shape=SHAPE)
     samples = np.array(data.draw(st.lists(st.integers(0, 8), max_size=12)), np.int64)
     out = np.empty((len(samples), *SHAPE), np.uint8)
@@ -173,8 +173,8 @@ def test_others_stand_in_for_samples_that_cannot_be_read(make_file, monkeypatch,
             assert np.array_equal(batch.y, labels[read])
             np.testing.assert_allclose(batch.x, images[read] / 255, rtol=1e-12)
     assert file.pixels.replaced == instead
-    (told,) = {id(record): record for record in caplog.records}.values()  # two handlers may have caught the one record
-    assert "(on node7)" in told.message
+    (warning,) = {id(record): record for record in caplog.records}.values()  # two handlers may have caught the one record
+    assert "(on node7)" in warning.message
     assert all(left >= 10**9 - 2 for left in disk.left.values()), "a sample that cannot be read is asked for again and again"
 
 
@@ -237,7 +237,7 @@ def reader(tmp_path):
     """A reader of samples of `SIZES`, and their bytes."""
     random = np.random.default_rng(1)
     contents = [random.bytes(size) for size in SIZES]
-    (tmp_path / "block").write_bytes(bytes(FIRST) + b"".join(contents) + b"behind")
+    (tmp_path / "block").write_bytes(bytes(FIRST) + b"".join(contents) + b"after")
     extents = Extents.rising(FIRST, np.cumsum([0, *SIZES]).astype(np.int64))
     block = np.memmap(tmp_path / "block", np.uint8, "r", FIRST, (extents.size_bytes,))
     return BlockReader(tmp_path / "block", block, extents), contents
@@ -277,7 +277,7 @@ def test_blocks_cover_all_samples_in_order(reader, chunk, monkeypatch):
 
 
 @pytest.mark.usefixtures("way")
-def test_samples_behind_the_end_of_a_file_are_named(reader, tmp_path):
+def test_samples_past_the_end_of_a_file_are_named(reader, tmp_path):
     reader, contents = reader
     os.truncate(tmp_path / "block", 4096)  # inside sample 3
     read, failed = fetched(reader, [6, 1, 3, 0])
@@ -297,7 +297,7 @@ def both(sizes, first):
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=12), st.integers(0, 5000), st.data())
-def test_samples_lie_one_behind_another(sizes, first, data):
+def test_samples_are_contiguous(sizes, first, data):
     for extents, expected in both(sizes, first):
         samples = np.arange(len(sizes))
         starts = extents.starts(samples)
@@ -399,7 +399,7 @@ def test_others_stand_in_for_damaged_pictures(make_encoded, cache, prefetch):
     assert encoded.pixels.replaced == {4: 6, 5: 6}
 
 
-def test_another_decoder_is_told(make_encoded, monkeypatch):
+def test_another_decoder_is_reported(make_encoded, monkeypatch):
     encoded, _ = make_encoded()
     decode = decoding.decode
     monkeypatch.setattr(decoding, "decode", lambda *arguments: decode(*arguments) ^ 1)

@@ -357,7 +357,7 @@ def test_a_name_that_is_taken_is_refused_unless_it_may_be_replaced(tmp_path, mak
     require_new(path, overwrite=True)
 
 
-def test_directories_are_told_from_files_and_from_nothing(tmp_path):
+def test_directories_are_distinguished_from_files_and_from_nothing(tmp_path):
     require_directory(tmp_path, "name one")
     with pytest.raises(DataError, match=r"There is no directory .*; name one."):
         require_directory(tmp_path / "nowhere", "name one")

@@ -246,7 +246,7 @@ def test_commands_exist(block: Block, monkeypatch: pytest.MonkeyPatch) -> None:
         kind_of(words).check(words, monkeypatch)
 
 
-# Real trainings, as small as they go: the page's own line, with these behind it, on at most two ranks.
+# Real trainings, as small as they go: the page's own line, with these after it, on at most two ranks.
 _SMALL = ("model.width=0.25", "batch=16", "evaluate.batch=16")
 _STEPS = ("--steps", "2")
 _MOST_RANKS = 2
@@ -300,6 +300,12 @@ def test_commands_run(page: str, after_make_train: Path, tmp_path: Path, monkeyp
     shutil.copytree(after_make_train, tmp_path / "checkout")
     monkeypatch.chdir(tmp_path / "checkout")
     run_all(page, tmp_path / "checkout", run_here)
+
+
+def test_the_configuration_with_code_of_ones_own_is_tested() -> None:
+    """Without a test set, the reporter of the page writes no file, and the run ends without an accuracy."""
+    config, _ = parse(blocks(how_tos.OWN_CODE, "yaml")[0].text)
+    assert config.data.test is not None
 
 
 @pytest.mark.slow
@@ -414,6 +420,8 @@ def test_programs_of_ranks_run(block: Block, after_make_train: Path, tmp_path: P
     ranks = 1 if block.page in _OF_ONE_RANK else _MOST_RANKS
     outcome = job(ranks, ["train.py"], cwd=folder, env={"PYTHONPATH": str(ROOT)})
     assert outcome.code == 0, f"{block}\n{outcome.output}"
+    losses = [float(loss) for loss in re.findall(r"^[^{]*{'loss': ([\d.]+)", outcome.stdout, re.MULTILINE)]
+    assert losses == sorted(losses, reverse=True), f"{block} has a learning rate with which the loss rises:\n{outcome.output}"
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")])
@@ -470,7 +478,7 @@ _COMMENTED = [*sorted(ROOT.glob("configs/*.yaml")), *sorted(path for path in ROO
 
 @pytest.mark.parametrize("path", _COMMENTED, ids=lambda path: path.name)
 def test_commands_in_comments_exist(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`# Data: hpctrain data convert ...   (and the same with test)`: up to a remark behind three blanks."""
+    """`# Data: hpctrain data convert ...   (and the same with test)`: up to a remark after three blanks."""
     names = "|".join(cli.list_commands(click.Context(cli)))
     commands = re.findall(rf"^#.*?((?:mpiexec .*)?hpctrain (?:{names}) .*)$", path.read_text(encoding="utf-8"), re.MULTILINE)
     assert commands or path.stem == "quickstart"

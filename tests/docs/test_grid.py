@@ -110,7 +110,7 @@ def _parts(size: int, ranks: int) -> Iterator[tuple[int, int]]:
         begin = end
 
 
-def test_halos_of_random_windows_are_what_the_formula_gives() -> None:
+def test_halos_of_random_windows_are_those_of_the_formula() -> None:
     """Strides that leave rows and columns out, windows that hang over the edge, images of any shape, ranks without rows."""
     chance = random.Random(0)
     seen: set[tuple[bool, bool]] = set()

@@ -1,7 +1,7 @@
 """README.md, the first page of the site and docs/tutorial.md: each command runs as it is written, and prints what the page says.
 
 hpctrain is installed from its wheel into an environment of its own, which has nothing of the checkout, and each page is followed
-in an empty directory. Data are small files in the format of those that the pages fetch; all else is shortened by words behind a
+in an empty directory. Data are small files in the format of those that the pages fetch; all else is shortened by words after a
 command (`SHORTENED`). Commands that are not run are in `EXCEPTIONS`.
 """
 
@@ -27,7 +27,7 @@ _MARKS = (
     pytest.mark.job,
     pytest.mark.slow,
     pytest.mark.skipif(wheel.SETUPTOOLS_IS_OLD, reason=wheel.NO_BUILD),
-    pytest.mark.skipif(find_mpiexec() is None, reason="there is no mpiexec, neither beside this Python nor on PATH"),
+    pytest.mark.skipif(find_mpiexec() is None, reason="there is no mpiexec, neither next to this Python nor on PATH"),
 )
 
 
@@ -46,7 +46,7 @@ EXCEPTIONS = {
     r"ssh ": "needs another host; tests/jobs/test_two_hosts.py has two",
     r"(scancel|squeue) ": "needs a job in a queue; tests/site/test_on_slurm.py has some",
 }
-#: pattern of a command -> words behind it with which it takes seconds
+#: pattern of a command -> words after it with which it takes seconds
 SHORTENED = {
     r".* train .*--steps ": "--steps 2",
     r".* train .*trace=true --steps ": "--steps 3",  # of which the first one is left out

@@ -58,7 +58,7 @@ def test_nodes_have_their_ranks() -> None:
         ([1, 2], " on ranks 1-2 (2 nodes, the first is nid0)"),
     ],
 )
-def test_ranks_are_told_with_their_hosts(ranks: list[int], words: str) -> None:
+def test_ranks_are_reported_with_their_hosts(ranks: list[int], words: str) -> None:
     assert view(2, 1).on(ranks) == words
 
 
@@ -201,7 +201,7 @@ def test_the_end_of_a_rank_is_explained(end: RankEnd, key: str, words: str) -> N
     assert found.fix
     outcome = examine()
     assert outcome.findings["job"] == [found]
-    assert "launcher" not in outcome.findings, "nobody has counted the ranks"
+    assert "launcher" not in outcome.findings, "the ranks have not been counted"
 
 
 def test_a_library_that_cannot_be_loaded_is_judged_with_its_reason() -> None:
@@ -297,7 +297,7 @@ def test_json_has_all_findings_and_all_ranks(capsys: pytest.CaptureFixture[str])
 
 @pytest.fixture
 def rank_of(monkeypatch: pytest.MonkeyPatch) -> Callable[..., DoctorRank]:
-    """A rank of four on two nodes, which waits for nobody."""
+    """A rank of four on two nodes, which does not wait."""
     monkeypatch.setattr(run, "LATER_SECONDS", 0.0)
 
     def make(rank: int, read: Any = None) -> DoctorRank:
@@ -380,8 +380,8 @@ def watch(deed: str, words: int = 1, seconds: float = 60) -> tuple[int, list[Any
     done = subprocess.run(
         [sys.executable, "-c", program], env=clean_environment(), capture_output=True, text=True, timeout=120, check=False
     )
-    told = json.loads(done.stdout) if done.stdout else None
-    return done.returncode, told, done.stderr, time.monotonic() - begin
+    note = json.loads(done.stdout) if done.stdout else None
+    return done.returncode, note, done.stderr, time.monotonic() - begin
 
 
 @pytest.mark.job
@@ -405,26 +405,26 @@ def test_any_other_end_is_explained_with_the_last_words_and_note(deed: str, code
 
 @pytest.mark.job
 def test_an_error_is_printed_and_explained() -> None:
-    code, told, errors, _ = watch("1 / 0")
-    assert (code, told and told[:3]) == (7, [1, "exited with code 1", 2])
+    code, note, errors, _ = watch("1 / 0")
+    assert (code, note and note[:3]) == (7, [1, "exited with code 1", 2])
     assert "ZeroDivisionError" in errors
 
 
 @pytest.mark.job
 def test_a_rank_that_hangs_is_ended_when_its_time_is_over() -> None:
-    code, told, _, seconds = watch("time.sleep(100)", seconds=4)
-    assert (code, told and told[:3]) == (7, [None, "did not end", 2])
+    code, note, _, seconds = watch("time.sleep(100)", seconds=4)
+    assert (code, note and note[:3]) == (7, [None, "did not end", 2])
     assert seconds < 60
 
 
 @pytest.mark.job
 def test_many_words_are_all_passed_on() -> None:
-    _, told, errors, _ = watch("os._exit(16)", words=50_000)
+    _, note, errors, _ = watch("os._exit(16)", words=50_000)
     assert errors == "words\n" * 50_000
-    assert told[4] <= 1 << 14, "the last ones are kept"
+    assert note[4] <= 1 << 14, "the last ones are kept"
 
 
 @pytest.mark.job
-def test_a_notebook_that_nobody_reads_takes_every_note() -> None:
+def test_an_unread_notebook_takes_every_note() -> None:
     Notebook().write({"number": 1})
     assert RankEnd(None, "", None).in_words == "did not end"

@@ -56,7 +56,7 @@ def test_where_each_rank_is_alone_the_grid_is_judged_by_what_was_asked_for() -> 
 
 
 @pytest.mark.parametrize(("batch", "key"), [(1, "single-value"), (39, "short-batch"), (4, "")])
-def test_batch_norms_of_a_single_value_are_told(batch: int, key: str) -> None:
+def test_batch_norms_of_a_single_value_are_reported(batch: int, key: str) -> None:
     config = parse(CONFIG, overrides=[f"batch={batch}"])[0]
     facts = rank_checks.gather_grid(OwnPlace(Launcher("none"), config, Path()))
     [found] = rank_checks.judge_grid(view(1, config=config), [facts])

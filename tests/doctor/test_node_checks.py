@@ -185,7 +185,7 @@ def test_a_directory_is_tried_where_it_will_be_made(tmp_path: Path) -> None:
     assert file_checks.gather_directory(OwnPlace(Launcher("x", 2, 1, 2, 1), None, tmp_path)) is None
 
 
-def test_a_file_that_reads_otherwise_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_reads_otherwise_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(file_checks, "write_bytes", lambda path, content: path.write_bytes(content[:-1]))
     facts = file_checks.gather_directory(OwnPlace(ALONE, None, tmp_path))
     assert facts is not None
@@ -301,7 +301,7 @@ def test_files_in_order_are_counted(folder: Path) -> None:
     assert not list(folder.glob(".hpctrain*"))
 
 
-def test_a_lock_that_cannot_be_had_is_told_from_other_faults(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lock_that_cannot_be_had_is_distinguished_from_other_faults(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """HDF5 reads the environment when it is loaded: tests/cli/test_doctor.py has a lock that another process holds."""
 
     def refuse(path: Path) -> None:

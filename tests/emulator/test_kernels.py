@@ -91,7 +91,7 @@ def test_a_race_without_barriers_is_found(bench: Callable[[int], Bench]) -> None
 @pytest.mark.parametrize(
     ("size", "first", "end", "message"),
     [
-        (1024, 0, 1025, r"it is 0 bytes behind the end of an array of 4096 bytes"),
+        (1024, 0, 1025, r"it is 0 bytes past the end of an array of 4096 bytes"),
         (64, -1500, -1499, r"in front of an array of 256 bytes"),
     ],
 )
@@ -107,8 +107,8 @@ def test_what_is_out_of_reach_is_an_error(
     np.testing.assert_array_equal(on_host(x), np.ones(size))
 
 
-@pytest.mark.parametrize(("first", "end", "place"), [(99, 101, "behind"), (-1, 1, "in front of"), (-64, -63, "in front of")])
-def test_what_is_written_beside_an_array_is_found_by_the_next_wait(
+@pytest.mark.parametrize(("first", "end", "place"), [(99, 101, "after"), (-1, 1, "in front of"), (-64, -63, "in front of")])
+def test_what_is_written_outside_an_array_is_found_by_the_next_wait(
     bench: Callable[[int], Bench], first: int, end: int, place: str
 ) -> None:
     run = bench(3)
@@ -116,14 +116,14 @@ def test_what_is_written_beside_an_array_is_found_by_the_next_wait(
         run.run("filled", run.array(100), np.int64(first), np.int64(end))
 
 
-def test_of_many_arrays_what_is_written_beside_one_is_found_by_a_later_wait_or_at_the_end(bench: Callable[[int], Bench]) -> None:
+def test_of_many_arrays_what_is_written_outside_one_is_found_by_a_later_wait_or_at_the_end(bench: Callable[[int], Bench]) -> None:
     def damaged() -> tuple[Bench, list[DeviceArray]]:
         run = bench(3)
         arrays = [run.array(100) for _ in range(50)]
         run.run("filled", arrays[0], np.int64(99), np.int64(101))
         return run, arrays
 
-    message = "bytes behind an array of 400 bytes were written, by one of: filled"
+    message = "bytes after an array of 400 bytes were written, by one of: filled"
     run, arrays = damaged()
     with pytest.raises(EmulatedDeviceError, match=message):
         run.device.finish()
@@ -182,7 +182,7 @@ def test_a_partial_warp_has_no_lanes_beyond_its_end(bench: Callable[[int], Bench
         run.run("exchanges", run.array(8 * 48, "int32"), block=(48,))
 
 
-def test_shared_memory_that_nobody_wrote_is_no_number(bench: Callable[[int], Bench]) -> None:
+def test_unwritten_shared_memory_is_no_number(bench: Callable[[int], Bench]) -> None:
     run = bench(0)
     y = run.array(10)
     for _ in range(2):
@@ -367,7 +367,7 @@ def test_preparing_at_the_same_time_compiles_once(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.job
-def test_an_error_of_the_compiler_is_told_and_nothing_is_left(cache: Path) -> None:
+def test_an_error_of_the_compiler_is_reported_and_nothing_is_left(cache: Path) -> None:
     with pytest.raises(BackendError, match=r"g\+\+ cannot compile a CUDA source: .*nonsense"):
         kernels.build("nonsense;")
     with pytest.raises(BackendError, match="nonsense"):
@@ -375,7 +375,7 @@ def test_an_error_of_the_compiler_is_told_and_nothing_is_left(cache: Path) -> No
     assert [path.name for path in cache.iterdir()] == ["lock"]
 
 
-def test_no_compiler_is_told(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_compiler_is_reported(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "which", lambda _: None)
     with pytest.raises(BackendError, match=r"install the package g\+\+"):
         kernels.build(TRIVIAL)

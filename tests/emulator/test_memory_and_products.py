@@ -43,14 +43,14 @@ def test_memory_in_use_is_counted() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [0, 1, 100, 256, 4000])
-@pytest.mark.parametrize("place", ["in front of", "behind"])
-def test_writes_beside_an_array_are_found(size: int, place: str) -> None:
+@pytest.mark.parametrize("place", ["in front of", "after"])
+def test_writes_outside_an_array_are_found(size: int, place: str) -> None:
     heap = Heap()
     array = heap.allocate(size)
     assert heap.damages() == []
     address = array.pointer - 1 if place == "in front of" else array.pointer + size
-    if place == "behind" and size % ALIGNMENT_BYTES == 0:
-        return  # there begins the page that nobody may touch
+    if place == "after" and size % ALIGNMENT_BYTES == 0:
+        return  # there begins the page that may not be touched
     ctypes.memset(address, 0, 1)
     assert heap.damages() == [f"bytes {place} an array of {size} bytes were written"]
     del array
@@ -59,11 +59,11 @@ def test_writes_beside_an_array_are_found(size: int, place: str) -> None:
     assert heap.damages() == []
 
 
-def test_what_is_beside_an_array_is_no_number() -> None:
+def test_what_is_outside_an_array_is_no_number() -> None:
     array = Heap().allocate(100)
     for dtype in (np.float64, np.float32):
-        beside = np.frombuffer(ctypes.string_at(array.pointer - 64, 64), dtype)
-        assert np.isnan(beside).all()
+        outside = np.frombuffer(ctypes.string_at(array.pointer - 64, 64), dtype)
+        assert np.isnan(outside).all()
     assert np.isnan(bfloat16_values(np.frombuffer(ctypes.string_at(array.pointer - 64, 64), np.uint16))).all()
 
 
@@ -75,7 +75,7 @@ def test_freed_memory_is_not_given_again_soon() -> None:
     assert len(addresses) == 100
     address = addresses.pop()
     assert heap.describe(address + 3) == "it is byte 3 of a freed array of 100 bytes"
-    assert heap.describe(kept.pointer + 103) == "it is 3 bytes behind the end of an array of 100 bytes"
+    assert heap.describe(kept.pointer + 103) == "it is 3 bytes past the end of an array of 100 bytes"
     assert heap.describe(kept.pointer - 3) == "it is 3 bytes in front of an array of 100 bytes"
     assert heap.describe(8) == "it is near no array of this device"
 
@@ -197,12 +197,12 @@ def test_arrays_are_those_of_the_key() -> None:
     workspace, bias = device.allocate(300), device.allocate(32).view("float32")
     stream, plain = device.stream("compute"), device.convolution(KEY)
     fused = device.convolution(replace(KEY, fused="bias"))
-    beside = device.allocate(4096).view("float32")[1 : 1 + x.size].reshape(x.shape)
+    misaligned = device.allocate(4096).view("float32")[1 : 1 + x.size].reshape(x.shape)
     for convolution, arguments, message in (
         (plain, (w, x, y, workspace), "a of a convolution forward is float32"),
         (plain, (x, w.reshape(-1), y, workspace), "b of a convolution forward is float32"),
         (plain, (x.reshape(-1).view("bfloat16"), w, y, workspace), "a of a convolution"),
-        (plain, (beside, w, y, workspace), "aligned to 16 bytes"),
+        (plain, (misaligned, w, y, workspace), "aligned to 16 bytes"),
         (plain, (x, w, y, None), "workspace must have 256 aligned bytes"),
         (plain, (x, w, y, workspace[:200]), "workspace must have"),
         (plain, (x, w, y, workspace[16:]), "workspace must have"),

@@ -90,7 +90,7 @@ def test_staged_averaging_is_right_in_every_order() -> None:
 
 @pytest.mark.slow
 def test_every_wait_of_staged_averaging_is_needed() -> None:
-    """Leaving one out makes a wrong result, or work that nobody waits for, with some seeds."""
+    """Leaving one out makes a wrong result, or work without a wait, with some seeds."""
     device = EmulatedDevice()
     StagedAveraging(device).run()
     assert len(device.waits) == STEPS * SLICES * 3 + 1
@@ -159,7 +159,7 @@ def test_an_event_is_done_some_time_for_who_asks_often_enough() -> None:
         device.finish()
 
 
-def test_work_that_nobody_waits_for_is_named() -> None:
+def test_work_without_a_wait_is_named() -> None:
     late = 0
     for seed in SEEDS:
         device = EmulatedDevice(seed)
@@ -453,7 +453,7 @@ def test_messages_together(ranks: int, emulated_device: EmulatedDeviceFactory) -
         ),
     ],
 )
-def test_unlike_calls_are_told(call: Any, sentence: str, emulated_device: EmulatedDeviceFactory) -> None:
+def test_unlike_calls_are_reported(call: Any, sentence: str, emulated_device: EmulatedDeviceFactory) -> None:
     def program(rank: _Rank) -> None:
         array = rank.array([1.0, 2.0])
         call(rank, array)
@@ -465,7 +465,7 @@ def test_unlike_calls_are_told(call: Any, sentence: str, emulated_device: Emulat
     _on_ranks(2, program, emulated_device, seeds=1)
 
 
-def test_messages_of_unlike_sizes_are_told(emulated_device: EmulatedDeviceFactory) -> None:
+def test_messages_of_unlike_sizes_are_reported(emulated_device: EmulatedDeviceFactory) -> None:
     def program(rank: _Rank) -> None:
         array = rank.array([1.0, 2.0])
         if rank.rank:

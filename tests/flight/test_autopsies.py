@@ -73,7 +73,7 @@ def test_ranks_that_entered_different_phases_are_named_before_all_else() -> None
     assert found.blamed == (2,)
 
 
-def test_a_phase_that_only_some_ranks_entered_is_told_after_who_waits() -> None:
+def test_a_phase_that_only_some_ranks_entered_is_reported_after_who_waits() -> None:
     entered = [record(rank, phases=((6, "a training step"), (7, "a checkpoint")), phase="a checkpoint") for rank in (0, 1, 3)]
     late = record(2, phases=((6, "a training step"),), phase="data loading")
     found = autopsy([*entered[:2], late, entered[2]])
@@ -124,7 +124,7 @@ def test_different_operations_come_before_how_the_ranks_ended(end: End) -> None:
     assert found.sentences[0].startswith('Ranks posted different operations as operation 1 of the queue "all gradients')
 
 
-def test_lines_of_the_program_are_told() -> None:
+def test_lines_of_the_program_are_reported() -> None:
     posted = [operation(1, f"{name}.weight", line=f"averaging/{name}.py:7") for name in "aab"]
     found = autopsy([waiting(rank, each, ranks=3) for rank, each in enumerate(posted)])
     assert "elements for a.weight (averaging/a.py:7); rank 2 the reduce-scatter" in found.sentences[0]
@@ -164,7 +164,7 @@ def test_ranks_and_lines() -> None:
     [(0, 3, 0), (0, 4, 4), (300, 3, 0), (300, 4, 4), (3, 1, 0), (3, 2, 2)],
     ids=["no deadline", "no deadline, longer", "long", "long, longer", "short", "short, longer"],
 )
-def test_a_silence_is_long_beside_the_deadline(deadline: int, seconds: int, silent: int) -> None:
+def test_a_silence_is_long_in_proportion_to_the_deadline(deadline: int, seconds: int, silent: int) -> None:
     ended = record(0, seen_ns=(100 - seconds) * SECOND, deadline_ns=deadline * SECOND)
     latest = latest_seconds([ended, record(1)])
     assert (silent_seconds(ended, latest), silent_seconds(record(1), latest)) == (pytest.approx(silent), 0)
@@ -207,8 +207,8 @@ def test_what_is_queued_and_not_started_is_not_posted() -> None:
 def test_a_wait_for_what_has_not_begun_is_for_what_is_in_flight() -> None:
     """A gather that comes after a sum, which the other rank has not posted."""
     sums, gather = operation(1, "x", queue="sums of 0-1"), operation(2, "x", started=False, queue="gathers of 0-1")
-    behind = operation(3, "y", queue="sums of 0-1")
-    found = _held_up([waiting(0, gather, sums, behind, ranks=2), record(1, ranks=2)])
+    later = operation(3, "y", queue="sums of 0-1")
+    found = _held_up([waiting(0, gather, sums, later, ranks=2), record(1, ranks=2)])
     assert found.blamed == (1,)
     assert 'operation 1 of the queue "sums of 0-1"' in found.sentences[0]
     alone = _held_up([waiting(0, gather, ranks=2), waiting(1, replace(gather, started_ns=1), ranks=2)])
@@ -216,7 +216,7 @@ def test_a_wait_for_what_has_not_begun_is_for_what_is_in_flight() -> None:
     assert alone.sentences[0].startswith("Rank 0 waits for an operation that it has not posted: x, operation 2")
 
 
-def test_waits_are_followed_to_the_one_that_waits_for_nobody() -> None:
+def test_waits_are_followed_to_the_one_that_does_not_wait() -> None:
     """Rank 0 waits for 1 in one group, which waits for 2 in another."""
     first, second = operation(1, "rows", queue="split of 0-1"), operation(1, "columns", queue="data of 1-2")
     chain = [waiting(0, first, ranks=3), waiting(1, second, ranks=3), record(2, phase="evaluation", ranks=3)]
@@ -280,12 +280,12 @@ def test_where_all_have_posted_and_move_it_is_the_transport() -> None:
 def test_a_turn_that_does_not_come_as_the_transport_moves_nothing_is_no_fault_of_a_rank(other: str) -> None:
     """Rank 1 waits for what comes after a sum, which all have posted; the other rank had its sum before the link was cut."""
     sums, gather = operation(1, "x", queue="sums of 0-1"), operation(2, "x", queue="gathers of 0-1")
-    behind, next_one = replace(gather, started_ns=0), operation(4, "y", started=False, queue="gathers of 0-1")
+    posted, next_one = replace(gather, started_ns=0), operation(4, "y", started=False, queue="gathers of 0-1")
     moves = {"alive_ns": 100 * SECOND, "ranks": 2}
     ahead = record(0, sums, gather, **moves)
     if other == "it waits for the next one":
         ahead = waiting(0, next_one, replace(sums, done_ns=2), gather, **{**moves, "wait_since_ns": 41 * SECOND})
-    found = _held_up([ahead, waiting(1, behind, sums, **moves)])
+    found = _held_up([ahead, waiting(1, posted, sums, **moves)])
     assert found.blamed == ()
     assert found.sentences[0].startswith("All ranks posted the operation that rank 1 waited 60 s for")
     assert found.sentences[0].endswith(
@@ -320,7 +320,7 @@ def test_a_rank_that_does_not_move_what_it_has_posted_is_to_blame(state: dict[st
     assert found.sentences[1:] == (last,)
 
 
-def test_without_heartbeats_nobody_who_waits_is_blamed() -> None:
+def test_without_heartbeats_no_waiting_rank_is_blamed() -> None:
     """Such records do not tell whether a wait goes on."""
     records = [replace(each, alive_ns=0, seen_ns=0) for each in _all_posted(MOVES, MOVES)]
     assert _held_up(records).blamed == ()
@@ -335,7 +335,7 @@ def test_a_short_deadline_has_a_short_silence() -> None:
     )
 
 
-def test_nobody_waits() -> None:
+def test_no_rank_waits() -> None:
     assert waited_for([record(0, end=End.DEADLINE), record(1)]) is None
 
 

@@ -150,7 +150,7 @@ def test_an_operation_has_the_line_that_queued_it(tmp_path: Path) -> None:
     assert lines == [f"{Path(__file__).parent}/{at}" for at in (at_first, at_second)]
 
 
-def test_waits_of_an_engine_are_told(tmp_path: Path) -> None:
+def test_waits_of_an_engine_are_reported(tmp_path: Path) -> None:
     recorder, alone = FlightRecorder(), SingleCommunicator()
     engine = ProgressEngine(rank=0, deadline_seconds=5, abort=alone.abort, flight=recorder)
     seen: list[str] = []
@@ -180,7 +180,7 @@ def test_notes_reach_the_recorder() -> None:
     assert (recorder.doing, recorder.beats) == ("evaluation, step 4", 3)
 
 
-def test_what_is_done_meanwhile_gives_way_to_what_was_done_before() -> None:
+def test_what_is_done_meanwhile_yields_to_what_was_done_before() -> None:
     """Also where it fails: the record of an error has the place of its cause."""
     recorder = FlightRecorder()
     notes = FlightNotes(recorder)
@@ -260,7 +260,7 @@ class _Refusing:
         raise OSError(errno.EIO, "Input/output error")
 
 
-def test_a_disk_that_refuses_ends_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_refuses_ends_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither the heartbeat, which flushes, nor the report of an error, which ends a record."""
     recorder = FlightRecorder()
     path = recorder.keep_in(tmp_path)
@@ -349,7 +349,7 @@ HERE = Path(__file__).parent
 
 
 class _Names:
-    """Gives each text a number, and counts how often it was asked."""
+    """Return a number for each text, and count how often it was asked."""
 
     def __init__(self) -> None:
         self.texts = [""]
@@ -601,7 +601,7 @@ def test_a_process_that_hangs_is_ended(hang: str) -> None:
 
 
 @pytest.mark.job
-def test_a_closed_one_ends_nobody() -> None:
+def test_a_closed_one_ends_no_process() -> None:
     program = """
     import os, time
     from hpctrain.flight.heartbeat import Heartbeat

@@ -81,7 +81,7 @@ def test_versions_are_those_of_the_requirements_alone() -> None:
 def test_paths_are_those_of_its_environment() -> None:
     assert f"python3 -m venv {INSTALLED}" in _code("post")
     assert f'export PATH="{INSTALLED}/bin:$PATH"' in _code("environment")
-    # Behind what is given from outside: a bound MPI wins.
+    # What is given from outside comes first: a bound MPI wins.
     assert f'export LD_LIBRARY_PATH="${{LD_LIBRARY_PATH:+$LD_LIBRARY_PATH:}}{INSTALLED}/lib"' in _code("environment")
     assert "export MPI4PY_LIBMPI=libmpi.so.12" in _code("environment")
 

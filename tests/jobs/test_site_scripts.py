@@ -39,7 +39,7 @@ def _profile(site: str) -> SiteProfile:
 
 
 def _run(folder: Path, site: str, *given: str, settings: dict[str, str] | None = None, **environ: str) -> ScriptOutcome:
-    """The shipped script with a configuration and overrides, given as its scheduler gives them."""
+    """The shipped script with a configuration and overrides, passed as its scheduler passes them."""
     given = given or GIVEN
     text = edited(path_of(site).read_text(), **(settings or {}))
     if BY_SCHEDULER[site] == "pbs":
@@ -139,7 +139,7 @@ def test_srun_binds_and_ends_all_ranks_with_one(tmp_path: Path, site: str) -> No
     assert train[1:3] == ("--mpi=pmi2", "--kill-on-bad-exit=1")
 
 
-def test_mpiexec_is_told_ranks_and_cores(tmp_path: Path) -> None:
+def test_mpiexec_receives_ranks_and_cores(tmp_path: Path) -> None:
     settings = {"RANKS_PER_NODE": "8", "CORES_PER_RANK": "4"}
     (train,) = _launches(_run(tmp_path, "polaris", settings=settings), "train")
     nodes = 2  # that the stand-in for PBS names
@@ -326,7 +326,7 @@ def test_the_environment_is_unpacked_on_the_nodes_and_used(tmp_path: Path, site:
     assert first[0] == ("sbcast" if site in SLURM else "mpiexec")
     assert f"put right in {node}/hpctrain/bin" in outcome.said
     assert outcome.said.count(f"python of {node}/hpctrain/bin") >= 2 * RANKS
-    assert not list(node.iterdir())  # nothing is left behind
+    assert not list(node.iterdir())  # nothing is left
 
 
 @pytest.mark.parametrize("site", SLURM)

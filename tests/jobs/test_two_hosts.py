@@ -94,8 +94,8 @@ def test_a_host_that_is_cut_off_ends_the_job_with_who_waited_for_whom(hosts: Two
     job.wait(lambda text: "epoch 2/" in text)
     hosts.lab.cut(1)
     try:
-        told = r"autopsy: All ranks posted the operation that rank \d waited \d+ s for .*a link may be broken\."
-        text = job.wait(lambda text: bool(re.search(told, text)), DEADLINE_SECONDS + _GRACE_SECONDS)
+        pattern = r"autopsy: All ranks posted the operation that rank \d waited \d+ s for .*a link may be broken\."
+        text = job.wait(lambda text: bool(re.search(pattern, text)), DEADLINE_SECONDS + _GRACE_SECONDS)
         assert re.search(r"\[\d/2@h\d\] no completion within the deadline of 4 s: ", text), text
         _wait_until(lambda: [*hosts.ranks(0), *hosts.ranks(1)], DEADLINE_SECONDS + _GRACE_SECONDS)
         if flavour() == "MPICH":  # Open MPI's mpiexec goes on to wait for its own process on the other host

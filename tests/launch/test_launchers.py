@@ -81,7 +81,7 @@ def test_the_users_word_overrules(environ: dict) -> None:
         ({}, False),
         (BATCH_SCRIPT, False),
         ({"HPCTRAIN_EXPECT_RANKS": "1"}, False),
-        ({"HPCTRAIN_EXPECT_RANKS": "2"}, True),  # by a launcher that nobody here knows
+        ({"HPCTRAIN_EXPECT_RANKS": "2"}, True),  # by an unknown launcher
         (HYDRA, True),
         (HYDRA | {"HPCTRAIN_EXPECT_RANKS": "1"}, True),
     ],
@@ -91,7 +91,7 @@ def test_mpi_starts_where_anything_says_that_there_are_ranks(environ: dict, star
 
 
 @pytest.mark.parametrize("text", ["", "0", "-1", "four", "2.0"])
-def test_a_user_who_does_not_give_a_number_is_told(text: str) -> None:
+def test_a_user_who_does_not_give_a_number_sees_an_error(text: str) -> None:
     with pytest.raises(LaunchError, match=r"HPCTRAIN_EXPECT_RANKS is .* the smallest is 1"):
         detect({"HPCTRAIN_EXPECT_RANKS": text})
 
@@ -135,7 +135,7 @@ def test_another_size_is_refused_with_its_cause(launcher: Launcher, size: int, p
         ("", "pmi2 for MPICH and pmix for Open MPI"),
     ],
 )
-def test_ranks_that_srun_left_alone_are_told_the_option_of_their_mpi(library: str, advice: str) -> None:
+def test_ranks_that_srun_left_alone_name_the_option_of_their_mpi(library: str, advice: str) -> None:
     with pytest.raises(LaunchError, match=re.escape(advice)) as caught:
         check_world(detect(SLURM), 1, library)
     assert "MPI in jobs/slurm.sbatch" in str(caught.value)
@@ -177,7 +177,7 @@ _URI = "PMIX_SERVER_URI41"
         (OPEN_MPI | {_URI: "prte@0.0;tcp4://127.0.0.1:4000"}, f"{_URI} names port 4000, on which no server listens"),
     ],
 )
-def test_variables_of_a_launcher_that_is_gone_are_told(tmp_path: Path, environ: dict, words: str) -> None:
+def test_variables_of_a_launcher_that_is_gone_are_reported(tmp_path: Path, environ: dict, words: str) -> None:
     fault = environment_fault(environ, _root(tmp_path))
     assert words in fault
     assert "start it by a launcher" in fault
@@ -205,7 +205,7 @@ def test_ranks_of_a_known_launcher_are_no_fault(tmp_path: Path, environ: dict) -
     assert environment_fault(environ, _root(tmp_path)) is None
 
 
-def test_one_process_of_a_job_of_several_is_told(tmp_path: Path) -> None:
+def test_one_process_of_a_job_of_several_is_reported(tmp_path: Path) -> None:
     (tmp_path / "hosts").write_text("a\na\nb\n")
     (tmp_path / "host").write_text("a\na\n")
     pbs = {"PBS_JOBID": "1", "PBS_NODEFILE": str(tmp_path / "hosts")}
@@ -283,7 +283,7 @@ SRUN = Launcher("Slurm srun", 8, 0, 4, 0, "SLURM_PROCID")
 
 
 def _cpus(monkeypatch: pytest.MonkeyPatch, mine: int, launchers: int = 64) -> None:
-    """This rank may run on so many CPUs, its launcher on so many."""
+    """Let this rank run on `mine` CPUs, and its launcher on `launchers`."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(1000, 1000 + (launchers if process else mine))))
 
 
@@ -451,7 +451,7 @@ def test_numpys_pools_have_the_planned_size() -> None:
 
 
 @pytest.mark.job
-@pytest.mark.skipif(find_mpiexec() is None, reason="there is no mpiexec, neither beside this Python nor on PATH")
+@pytest.mark.skipif(find_mpiexec() is None, reason="there is no mpiexec, neither next to this Python nor on PATH")
 def test_ranks_of_a_real_launcher_share_the_cores() -> None:
     lines = _lines(run_job(CORES + 1, ["-c", _PROGRAM]))
     assert len(lines) == CORES + 1
@@ -504,7 +504,7 @@ def test_a_resumed_command_has_one_resume(earlier: list[str]) -> None:
 @pytest.mark.parametrize(
     ("given", "option"), [([], "--exclude=n3,n7"), (["-x", "n1"], "--exclude=n1,n3,n7"), (["--exclude=n3"], "--exclude=n3,n7")]
 )
-def test_nodes_are_left_out_beside_those_that_were(given: list[str], option: str) -> None:
+def test_nodes_are_left_out_in_addition_to_those_that_were(given: list[str], option: str) -> None:
     command = TrainCommand.find([_SRUN[0], *given, *_SRUN[1:]])
     excluding = command.excluding(["n3", "n7"])
     assert (list(excluding.words), TrainCommand.find(excluding.words)) == ([_SRUN[0], option, *_SRUN[1:]], excluding)

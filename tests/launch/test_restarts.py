@@ -74,7 +74,7 @@ def test_without_restarts_a_failure_is_the_end() -> None:
     assert (_run(runner, [_wrote(3)], restarts=0)[0], runner.pauses) == (1, [])
 
 
-def test_a_new_checkpoint_lets_the_count_begin_anew() -> None:
+def test_a_new_checkpoint_lets_the_count_begin_again() -> None:
     runner = _Runner([9, 9, 139, 9, 0])
     code, attempts, _ = _run(runner, [_NOTHING, _NOTHING, _wrote(4), _NOTHING, _wrote(9)], restarts=2)
     assert (code, len(attempts)) == (0, 5)
@@ -121,7 +121,7 @@ def test_nodes_stay_where_they_cannot_be_left_out() -> None:
     assert [words[1] for words in runner.ran] == ["-n", "-n", "-n"]
 
 
-def test_all_attempts_are_told() -> None:
+def test_all_attempts_are_reported() -> None:
     _, attempts, _ = _run(_Runner([9, 0]), [_wrote(4, "n3"), _NOTHING])
     first, second = summary(attempts)
     assert first.startswith("attempt 1: 2")
@@ -136,7 +136,7 @@ def _looks(pulse: Pulse, count: int) -> list[bool]:
     return [pulse.look(1.0) for _ in range(count)]
 
 
-def test_one_that_nobody_watches_may_stand_still() -> None:
+def test_an_unwatched_one_may_stand_still() -> None:
     pulse = Pulse()
     assert not any(_looks(pulse, 100))
     pulse.watch(3.0)

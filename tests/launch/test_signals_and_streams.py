@@ -91,7 +91,7 @@ def test_an_interrupt_after_a_request_ends_a_process_that_hangs(first: Signals) 
 
 @pytest.mark.parametrize("again", [Signals.SIGTERM, Signals.SIGUSR1, Signals.SIGHUP])
 def test_what_schedulers_send_again_loses_nothing(again: Signals) -> None:
-    """They send it as often as they like; a person is told once that it takes its time."""
+    """They send it as often as they like; a person reads once that it takes its time."""
     more = f"time.sleep(0.5); send({again:d}); time.sleep(0.1); " * 2
     outcome = _run(f"send({Signals.SIGTERM:d}); {more}print('alive')")
     assert (outcome.code, outcome.stdout) == (0, "alive\n")
@@ -210,11 +210,11 @@ os.kill(os.getpid(), 9)
 """
     with subprocess.Popen([sys.executable, "-c", program], env=clean_environment(), **{stream: subprocess.PIPE}) as process:
         time.sleep(1.0)
-        assert process.poll() is None  # nobody has read yet
+        assert process.poll() is None  # no process has read yet
         assert (getattr(process, stream).read(), process.wait(timeout=20)) == (b"words", -9)
 
 
-def test_nobody_waits_longer_than_asked_for(capfd: pytest.CaptureFixture[str]) -> None:
+def test_no_wait_is_longer_than_asked_for(capfd: pytest.CaptureFixture[str]) -> None:
     begin = time.monotonic()
     flush_to_reader(0.2)
     assert time.monotonic() - begin < 5.0
@@ -336,7 +336,7 @@ def test_what_a_living_process_uses_stays(tmp_path: Path) -> None:
 
 
 def test_what_a_process_that_was_killed_while_mpi_started_has_left_goes(tmp_path: Path) -> None:
-    """Nobody has written its segments down: what MPIs call so goes, if nobody has mapped it and it is of that time."""
+    """Its segments are in no list: what MPIs call so goes, if no process has mapped it and it is of that time."""
     (tmp_path / "mpich_shm_older").write_bytes(b"x")
     _end(_process(tmp_path, "kill in start", "mpich_shm_left", "sm_segment.left", "data.npy"))
     assert remove_stale(tmp_path) == Removed(2, 16384)

@@ -203,7 +203,7 @@ def _until(process: int, states: str) -> None:
     ("terminal", "foreground", "leader", "suspended"),
     [(5, 77, "T", True), (0, -1, "T", False), (5, 10, "T", False), (5, 77, "S", False)],
 )
-def test_one_that_a_person_has_suspended_is_told_from_one_that_is_stopped(
+def test_one_that_a_person_has_suspended_differs_from_one_that_is_stopped(
     monkeypatch: pytest.MonkeyPatch, terminal: int, foreground: int, leader: str, suspended: bool
 ) -> None:
     monkeypatch.setattr(processes, "status_of", lambda process: ProcessStatus(leader, 1, 10, terminal, foreground, 0))

@@ -89,7 +89,7 @@ def test_a_request_is_passed_on_once_as_one_that_all_launchers_pass_on(number: s
     assert f"{number} received: the training saves a checkpoint and ends, and is not restarted" in outcome.stdout
 
 
-def test_an_interrupt_behind_a_request_is_passed_on_too() -> None:
+def test_an_interrupt_after_a_request_is_passed_on_too() -> None:
     outcome = _run(f"later((1.0, signal.SIGTERM), (0.6, signal.SIGINT)); print(run({_LISTENS}))")
     assert "heard SIGINT" in outcome.stdout
     assert outcome.stdout.endswith("130\n")
@@ -175,7 +175,7 @@ _TELLS = ({"OMPI_MCA_mpi_ft_enable": "1"}, {"MPI_LOCALNRANKS": "1"})
         ("os.kill(started, signal.SIGSTOP); time.sleep(0.1); finished(); print('never')", {}, -9, ""),
     ],
 )
-def test_how_a_rank_ends_is_the_code_of_its_keeper_and_is_told(program: str, environ: dict, code: int, words: str) -> None:
+def test_how_a_rank_ends_is_the_code_of_its_keeper_and_is_reported(program: str, environ: dict, code: int, words: str) -> None:
     outcome = _kept(program, **environ)
     assert (outcome.code, outcome.stdout) == (code, "")
     assert words in outcome.stderr

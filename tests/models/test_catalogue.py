@@ -64,7 +64,7 @@ def test_names_are_families_and_variants() -> None:
     assert not {"catalogue", "interchange", "parts"} & set(names)
 
 
-def test_check_gives_all_options_with_values_of_their_types() -> None:
+def test_check_returns_all_options_with_values_of_their_types() -> None:
     checked = catalogue.check("resnet50", {"width": 2, "synchronised": True})
     assert isinstance(checked["width"], float)
     assert checked["synchronised"] is True

@@ -58,7 +58,7 @@ def exported(network: Network, metadata: dict[str, str] | None = None) -> Any:
 @pytest.mark.parametrize(
     "name", [name for name in catalogue.names() if catalogue.entry(name).fixed or name in ("alexnet", "small", "resnet9")]
 )
-def test_onnxruntime_gives_the_same_logits_for_every_model(name: str) -> None:
+def test_onnxruntime_computes_the_same_logits_for_every_model(name: str) -> None:
     family = catalogue.entry(name).family
     pixels, channels = _SMALLEST[family], 1 if family == "small" else 3
     network = network_of(catalogue.build(name, {"width": 0.04, "classes": 5}), (pixels, pixels + 4, channels))

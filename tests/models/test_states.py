@@ -45,7 +45,7 @@ def test_layouts_there_and_back_are_exact_in_every_model(name: str) -> None:
         np.testing.assert_array_equal(entry.export(own), array)
 
 
-def test_counters_stand_behind_the_statistics_and_are_not_asked_for() -> None:
+def test_counters_follow_the_statistics_and_are_not_asked_for() -> None:
     entries = declared_state(catalogue.build("resnet20", narrow("resnet20")))
     counted = with_counters(state_of("resnet20"), 7)
     names = list(counted)

@@ -71,7 +71,9 @@ def test_allreduce_sums_in_place(world: Communicator, progress: ProgressEngine, 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("empty", [0, 1])
 @pytest.mark.parallel(RANKS)
-def test_reduce_scatter_gives_each_rank_its_part(world: Communicator, progress: ProgressEngine, empty: int, dtype: str) -> None:
+def test_reduce_scatter_returns_its_part_on_each_rank(
+    world: Communicator, progress: ProgressEngine, empty: int, dtype: str
+) -> None:
     counts = _counts(world.size, empty)
     recv = np.zeros(counts[world.rank], dtype)
     _wait(progress, world.ireduce_scatter(_values(world.rank, sum(counts), dtype), recv, counts))
@@ -207,7 +209,7 @@ def test_split_groups_by_color_and_orders_by_key(world: Communicator, progress: 
 
 @pytest.mark.mpi_differs
 @pytest.mark.parallel(RANKS)
-def test_split_without_color_gives_nothing(world: Communicator) -> None:
+def test_split_without_color_returns_nothing(world: Communicator) -> None:
     part = world.split(0 if world.rank == 0 else None, 0, "first")
     assert (part is None) == (world.rank != 0)
 

@@ -204,7 +204,7 @@ def test_a_receive_never_completes_before_the_send_was_posted(world: Communicato
 
 
 @pytest.mark.parallel([2, 3])
-def test_a_rank_without_room_is_told_of(world: Communicator, tmp_path: Path) -> None:
+def test_a_rank_without_room_is_reported(world: Communicator, tmp_path: Path) -> None:
     said = _run(world, Tracer(3 if world.rank == 1 else 20_000), tmp_path)
     if world.rank == 0:
         assert any("events were dropped" in line for line in said)

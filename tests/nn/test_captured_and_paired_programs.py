@@ -153,7 +153,7 @@ def test_hooks_are_called_once_each_and_between_the_right_spans(slices: str) -> 
         for kind in ("before", "ready", "free"):
             assert [event for event in events if event[0] == kind] == [event for event in eager if event[0] == kind]
         assert kernels.log.count("launch") == len(kernels.captured)
-        # A slice's last gradient is told of before anything else is launched, so that its message starts then.
+        # A slice's last gradient is announced before anything else is launched, so that its message starts then.
         for k in {k for held in network.slices.values() for k in held}:
             members = {("ready", name) for name, held in network.slices.items() if k in held}
             complete = max(kernels.log.index(member) for member in members)
@@ -169,7 +169,7 @@ def test_layers_whose_gradients_are_made_elsewhere_are_never_captured() -> None:
     assert kernels.captured == []
 
 
-def test_a_set_that_is_told_not_to_captures_nothing() -> None:
+def test_a_set_with_capturing_off_captures_nothing() -> None:
     kernels = _CapturingSet()
     kernels.captures = False
     assert not isinstance(_network(nets.plain, kernels).program(3, training=True), CapturedProgram)

@@ -251,7 +251,7 @@ def test_a_dropped_sample_is_its_shortcut_and_the_others_are_scaled() -> None:
 def test_zeros_stand_around_the_input() -> None:
     network = Network(Sequential([PadChannels(1, 2), Flatten()]), (2, 3, 2), NumpyKernelSet(), dtype="float64")
     x = np.random.default_rng(0).standard_normal((3, 2, 3, 2))
-    for _ in range(2):  # memory that the first run left behind must not show in the second
+    for _ in range(2):  # memory that the first run has left must not show in the second
         y = run_on(network, x, training=False).reshape(3, 2, 3, 5)
         np.testing.assert_array_equal(y, np.pad(x, ((0, 0), (0, 0), (0, 0), (1, 2))))
         network.program(3, training=False).logits[...] = np.nan

@@ -111,7 +111,7 @@ def test_arenas_are_aligned_as_the_kernel_set_asks() -> None:
 
 
 def test_shadows_are_the_parameters_in_the_dtype_that_a_kernel_set_asks_for() -> None:
-    """float32 beside float64 stands for bfloat16 beside float32, which NumPy does not know."""
+    """float32 with float64 stands for bfloat16 with float32, which NumPy does not know."""
 
     class Kernels(NumpyKernelSet):
         shadow_dtype = "float32"

@@ -211,7 +211,7 @@ def test_fifty_updates_equal_torchs(ours: Any, options: dict[str, Any], theirs: 
 @pytest.mark.parametrize("name", MAKERS)
 @settings(max_examples=amount(10, 30))
 @given(data=st.data(), dtype=st.sampled_from(["float32", "float64"]))
-def test_any_partition_into_owners_gives_the_same_bits(name: str, data: st.DataObject, dtype: str) -> None:
+def test_any_partition_into_owners_produces_the_same_bits(name: str, data: st.DataObject, dtype: str) -> None:
     """Owners of cuts anywhere, in any order; SGD and LARS also in parts of parameters, with the norms of whole layers."""
     group = make_group(dtype)
     grads, start, whole = gradients(group, 3), group.data.copy(), MAKERS[name]()

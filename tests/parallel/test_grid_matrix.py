@@ -139,7 +139,7 @@ def _train(task: Task, comm: ThreadCommunicator) -> Result:
     ],
     ids=str,
 )
-def test_nobody_reads_what_is_not_in_use(net: str, grid: tuple[int, int], kind: str, kernels: type[KernelSet]) -> None:
+def test_memory_that_is_not_in_use_is_not_read(net: str, grid: tuple[int, int], kind: str, kernels: type[KernelSet]) -> None:
     if kernels is OnednnKernelSet and available() is not None:
         pytest.skip(str(available()))
     plan: ParallelPlan | None = plan_of(NETS[net], "domain" if kind == "overlapped" else kind, *grid)
@@ -208,7 +208,7 @@ OPTIMIZERS = {
 @pytest.mark.sample(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["blocking", *STRATEGIES])
-def test_a_rank_without_a_part_of_a_split_layer_holds_up_nobody(strategy: str) -> None:
+def test_a_rank_without_a_part_of_a_split_layer_holds_up_no_other(strategy: str) -> None:
     """Fewer features than rows: the first layer is empty on a rank, or all are; it still counts in norms and messages."""
     kind, options = (Blocking, {}) if strategy == "blocking" else STRATEGIES[strategy]
     for classes, optimizer in zip((2, 5), OPTIMIZERS.values(), strict=True):

@@ -72,7 +72,7 @@ def test_pieces_put_together_are_the_target(ranks: int) -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6])
-def test_pieces_lie_behind_each_other_and_add_up(ranks: int) -> None:
+def test_pieces_are_contiguous_and_add_up(ranks: int) -> None:
     for source, target in random_moves(50 + ranks, ranks, 60):
         transfers = [transfer(source, target, rank) for rank in range(ranks)]
         for pieces in (pieces for each in transfers for pieces in (each.sends, each.receives)):

@@ -44,7 +44,7 @@ PER_GRID = 6
 
 
 class PassCounters(Counters):
-    """Counts forward and backward passes apart: the communicator's name has the pass behind it."""
+    """Counts forward and backward passes apart: the communicator's name ends with the pass."""
 
     direction = "forward"
 

@@ -198,7 +198,7 @@ def _shard(
 @pytest.mark.parametrize("use", Parallelism)
 @pytest.mark.parametrize("name", SPECS)
 def test_every_rank_writes_what_its_layout_says(name: str, use: Parallelism) -> None:
-    """Each rank's own spec, applied to what it reads, gives its part of the output: all shapes agree."""
+    """Each rank's own spec, applied to what it reads, returns its part of the output: all shapes agree."""
     for counts, tiles in (((3, 0, 1), None), ((4, 0, 0, 0), (2, 2)), ((1, 1, 1, 1), (1, 4)), ((1,) * 4 + (0,) * 8, (12, 1))):
         sharding = _shard(name, use, counts, tiles)
         for rank, spec in enumerate(sharding.specs):
@@ -446,7 +446,7 @@ def test_what_is_read_is_what_the_taps_touch(
             assert part.stop <= size
         else:
             assert not inside  # one row of zeros stands for the padding
-        # The local window gives as many outputs as were asked for.
+        # The local window returns as many outputs as were asked for.
         local = Window((kernel, 1), (stride, 1), (part.before, part.after, 0, 0), (dilation, 1))
         assert local.output_size((len(read), 1), ceil_mode=part.ceil)[0] == end - begin
         assert not part.ceil or ceil_mode
@@ -605,7 +605,7 @@ def test_other_uses_are_left_undivided(use: Parallelism) -> None:
     assert split_interior(spec, sharding, own) == NoInterior("is not under domain")
 
 
-def test_windows_that_lie_in_the_padding_beside_the_image_are_left_undivided() -> None:
+def test_windows_that_lie_in_the_padding_next_to_the_image_are_left_undivided() -> None:
     spec = Conv2dSpec(2, 3, Window((3, 4), (1, 3), (1, 1, 4, 0)))
     assert isinstance(_interior_of(spec, (1, 12, 1, 2), (2, 1))[0], NoInterior)
 

@@ -576,7 +576,7 @@ def test_sums_go_over_the_ranks_and_agree_bit_by_bit(ranks: int) -> None:
     np.testing.assert_allclose(np.frombuffer(results[0]).reshape(2, 7), sum(values), rtol=1e-13)
 
 
-def test_statistics_wait_behind_what_their_queue_holds() -> None:
+def test_statistics_wait_for_what_their_queue_holds() -> None:
     """The order on one communicator is that of posting, so a merge never overtakes a gradient that stands before it."""
 
     def program(comm: Communicator) -> float:

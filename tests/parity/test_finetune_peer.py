@@ -43,7 +43,7 @@ def finetune_peer() -> Any:
 
 
 @pytest.mark.slow
-def test_an_epoch_of_both_gives_the_same_weights_and_evaluations(finetune_peer: Any) -> None:
+def test_an_epoch_of_both_has_the_same_weights_and_evaluations(finetune_peer: Any) -> None:
     """Two whole batches and a short one, with the warm-up's rates, decay, momentum, and batch norms of few samples."""
     config, parts = finetune_peer.prepare(FILE, SMALL)
     parts.replica.agree()
@@ -66,6 +66,6 @@ def test_an_epoch_of_both_gives_the_same_weights_and_evaluations(finetune_peer: 
 @pytest.mark.parametrize(
     "override", ["optimizer.name=lars", "ema.decay=0.9", "data.mixing.mixup=0.2", "init.freeze=[conv1]", "model=resnet20"]
 )
-def test_what_the_peer_is_not_told_is_refused(finetune_peer: Any, override: str) -> None:
+def test_what_the_peer_does_not_receive_is_refused(finetune_peer: Any, override: str) -> None:
     with pytest.raises(ConfigError):
         finetune_peer.prepare(FILE, [*SMALL, override])

@@ -206,7 +206,7 @@ def test_slower_links_and_slower_ranks_take_longer() -> None:
     assert prediction(fast).step.seconds < prediction(machine(1).scaled(compute=0.5)).step.seconds
 
 
-def test_a_rank_alone_exchanges_nothing_and_waits_for_nobody() -> None:
+def test_a_rank_alone_exchanges_nothing_and_does_not_wait() -> None:
     alone = prediction(machine(1), ranks=1)
     assert alone.exchanged_bytes == 0
     assert alone.step.exposed_seconds == pytest.approx(0.0, abs=1e-6)

@@ -179,7 +179,7 @@ def test_no_key_names_a_layer_or_an_address(use: Parallelism) -> None:
     plan = ParallelPlan(2, 1, default=use)
     partitioned = partition_graph(NETWORK.graph(4), plan, (2, 2))
     texts = []
-    for _ in range(2):  # made anew: objects lie elsewhere
+    for _ in range(2):  # made again: objects lie elsewhere
         local = compile_graph(partitioned.local(0, FakeSplitGroup(0, 2)), NETWORK.kernels, training=True)
         texts.append([str(key) for key in _keys(local)])
     assert texts[0] == texts[1]
@@ -476,7 +476,7 @@ def test_what_waits_for_others_costs_as_usual_for_the_sampled() -> None:
     for k in merged:
         assert 0.0 < costs.seconds(plan.steps[k], Action.FORWARD) <= 4.0
     assert costs.measured_share() == 0.0
-    assert costs.step_seconds(100, 10) == 7.0  # nothing beside operators was sampled
+    assert costs.step_seconds(100, 10) == 7.0  # only operators were sampled
     assert costs.update_seconds(10) == 5.0
     assert costs.measured_share() == 0.0
 

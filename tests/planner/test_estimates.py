@@ -220,7 +220,7 @@ def test_moves_and_merged_statistics_take_time_on_slow_links() -> None:
     assert summed(job, slow, ParallelPlan(1, 3), NoCompute())[0] == pytest.approx(2 * norms * 2e-3, rel=0.02)
 
 
-def test_gradients_that_travel_hide_behind_those_of_weights() -> None:
+def test_gradients_that_travel_are_hidden_by_those_of_weights() -> None:
     job = job_named("plain")
     plan, fast_compute = uses_of(job, {"fc2": M, "fc1": M}), machine_of(alpha_seconds=0.0, bytes_per_second=1e6)
     alone = summed(job, fast_compute, plan, NoCompute())[0] + summed(job, FREE_LINKS, plan, RateCosts(fast_compute))[0]

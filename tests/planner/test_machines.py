@@ -291,7 +291,7 @@ def test_what_is_no_mapping_is_no_machine(text: str) -> None:
         machine_file.parse(text, "m.yaml")
 
 
-def test_a_file_that_cannot_be_read_is_told(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_read_is_reported(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"Cannot read the machine file .* \(Is a directory\)"):
         machine_file.read(tmp_path)
     (tmp_path / "bytes.yaml").write_bytes(b"name: \xff")

@@ -380,7 +380,7 @@ def test_micro_batches_announce_in_the_last_and_add_up_before() -> None:
     assert [task.event for task in parts.tasks if isinstance(task, Happens)] == names
     sums = [task for task in parts.tasks if isinstance(task, Compute) and task.row == HOOKS]
     parameters = len(announced(whole, EventKind.GRADIENT, "all"))
-    assert len(sums) == 2 + parameters  # behind each of the first passes all gradients, in the last one by one
+    assert len(sums) == 2 + parameters  # after each of the first passes all gradients, in the last one by one
     first = next(k for k, task in enumerate(parts.tasks) if isinstance(task, Happens))
     copies = [k for k, task in enumerate(parts.tasks) if isinstance(task, Compute) and task.row == "input copy"]
     assert len(copies) == 3
@@ -460,7 +460,7 @@ def test_one_rank_sends_nothing() -> None:
     assert mirror_bytes(_group(1, "sharded", {}), 4) == (0,)
 
 
-def test_exchanged_inputs_and_errors_are_not_told() -> None:
+def test_mirror_bytes_of_exchanged_inputs_and_errors_are_unknown() -> None:
     group = _group(2, "sharded", {"fc_exchange": "always"})
     assert group.schedule is not None
     assert any(piece.sufficient_factors for piece in group.schedule.slices)

@@ -240,7 +240,7 @@ def test_a_time_is_of_one_product_after_all_were_waited_for(dtype: str) -> None:
 CALL = 1e-5
 
 
-def test_rates_are_work_over_time_beside_calls() -> None:
+def test_rates_are_work_over_time_without_calls() -> None:
     timings = [
         (OperatorWork(OperatorClass.CONVOLUTION, 4_000_000, 10), CALL + 1e-3),
         (OperatorWork(OperatorClass.CONVOLUTION, 8_000_000, 10), CALL + 1e-3),

@@ -36,7 +36,7 @@ def test_a_long_traced_run_of_eight_ranks_weighs_less_than_two_megabytes(tmp_pat
     assert len(html(page).encode()) < MEGABYTES * 1e6
 
 
-def test_several_runs_are_beside_each_other(tmp_path: Path) -> None:
+def test_several_runs_are_next_to_each_other(tmp_path: Path) -> None:
     skip = {"kind": "skip", "time": 5.0, "step": 7, "layer": "conv1", "held": "gradient"}
     runs = [
         write_run(tmp_path, config="batch: 8\nname: a\n", events=[skip]),
@@ -195,7 +195,7 @@ def test_a_page_gets_an_svg_whose_names_are_its_own() -> None:
     assert "&lt;epoch&gt; &amp; more" in page.svg
 
 
-def test_the_place_of_the_axes_is_told_in_units_of_the_svg() -> None:
+def test_the_place_of_the_axes_is_in_units_of_the_svg() -> None:
     """The line's ends, where its path has them."""
     page = figures.for_page(DRAWING)
     assert page.values is not None

@@ -235,8 +235,8 @@ def test_the_reason_for_an_error_of_a_choice_compares_with_its_prediction() -> N
     """The reason does not compare the run with sampled steps that the prediction did not use."""
     measured = _parts_of(10.0, 8.5, 1.0, 0.0, 0.5, 0.0, 0.0)
     reason = accounts.error_reason(measured, measured, PredictedStep(8.0, 0.4, 1.0, "", ""), from_samples=False)
-    calibration = "`hpctrain calibrate` measures this machine, for the key machine"
-    assert reason == f"computation, Python and messages took 9,500 ms per step, and 7,600 ms in the prediction; {calibration}"
+    advice = "measure this machine with `hpctrain calibrate` and set machine to its file"
+    assert reason == f"computation, Python and messages took 9,500 ms per step, and 7,600 ms in the prediction; {advice}"
     heard = _heard("xc40", SimpleNamespace(prediction=PredictedStep(0.3, 0.2, 1.0, "two nodes", "abc")))
     assert "100 ms in the prediction" in " ".join(line.strip() for line in heard.lines)
 
@@ -350,11 +350,11 @@ EVENTS: list[tuple[dict[str, Any], str | None]] = [
 ]
 
 
-def test_events_are_told_in_their_order() -> None:
+def test_events_are_reported_in_their_order() -> None:
     found = events_of([{**record, "time": float(time)} for time, (record, _) in enumerate(EVENTS)])
-    told = [(float(time), text) for time, (_, text) in enumerate(EVENTS) if text is not None]
-    assert [(event.time, event.text) for event in found] == told
-    for kind in sorted(_TEXTS):  # without its facts a record is told as far as it goes
+    expected = [(float(time), text) for time, (_, text) in enumerate(EVENTS) if text is not None]
+    assert [(event.time, event.text) for event in found] == expected
+    for kind in sorted(_TEXTS):  # without its facts a record is reported as far as it goes
         (event,) = events_of([{"kind": kind}])
         assert event.text
 
@@ -398,7 +398,7 @@ WHY = "in memory of each rank, as the ranks of a node cannot share it (Operation
         ({"memory": 13, "denied": "Operation not permitted"}, [f"all samples stay {WHY}"]),
     ],
 )
-def test_what_is_kept_is_told(make_file: Callable[..., Any], kept: dict[str, Any], expected: list[str]) -> None:
+def test_what_is_kept_is_reported(make_file: Callable[..., Any], kept: dict[str, Any], expected: list[str]) -> None:
     file = make_file()[0]
     file.path = Path("images.h5")
     found = list(sentences(file, KeptSamples(**kept, memory_bytes=1_500_000_000, local_bytes=2_000_000_000)))
@@ -425,7 +425,7 @@ def _masks(*texts: range) -> list[frozenset[int]]:
         ),
     ],
 )
-def test_nodes_that_are_alike_are_told_once_and_many_ranks_are_shortened(
+def test_nodes_that_are_alike_are_reported_once_and_many_ranks_are_shortened(
     cpus: list[frozenset[int]], node_of: list[int], line: str
 ) -> None:
     assert describe_cores(cpus, node_of) == f"cores of the ranks: {line}"
@@ -486,7 +486,7 @@ def test_a_thread_that_may_not_call_is_refused(mode: str) -> None:
         set_progress(_rank(may_communicate=False), SimpleNamespace(), mode, 1)
 
 
-def test_beside_a_device_one_thread_does_everything() -> None:
+def test_with_a_device_one_thread_does_everything() -> None:
     rank = _rank()
     rank.world = SimpleNamespace(size=2)
     network: Any = SimpleNamespace(kernels=LateKernelSet())

@@ -171,7 +171,7 @@ def test_a_named_plan_is_fixed_also_where_the_grid_is_open(folder: Path, search:
     assert (config.plan.default, config.plan.patterns) == ("domain", {"classifier.fc*": "model"})
 
 
-def test_a_machine_that_is_not_there_is_told_alike_on_every_rank(folder: Path, search: _Search) -> None:
+def test_a_machine_that_is_not_there_is_reported_alike_on_every_rank(folder: Path, search: _Search) -> None:
     with pytest.raises(ConfigError, match="no machine file") as caught:
         _resolved(folder, 3, "machine=nowhere.yaml")
     assert len(str(caught.value).splitlines()) == 1
@@ -456,14 +456,14 @@ def test_rates_of_one_thread_are_measured_under_a_limit_of_one_thread(tmp_path: 
 
 
 @pytest.mark.usefixtures("known_rates")
-def test_a_file_that_cannot_be_written_is_told_before_anything_is_measured(tmp_path: Path, monkeypatch) -> None:
+def test_a_file_that_cannot_be_written_is_reported_before_anything_is_measured(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(measurement, "calibrate", lambda *words, **names: pytest.fail("measured"))
     with pytest.raises(OSError, match="nowhere"):
         measurement.run_calibration(SingleCommunicator(), NumpyKernelSet(), 1, 5.0, tmp_path / "nowhere" / "machine.yaml", 60.0)
     old, new = tmp_path / "old.yaml", tmp_path / "new.yaml"
     old.write_text("as it was")
     for path in (old, new):
-        with pytest.raises(pytest.fail.Exception, match="measured"):  # which comes behind the check
+        with pytest.raises(pytest.fail.Exception, match="measured"):  # which comes after the check
             measurement.run_calibration(SingleCommunicator(), NumpyKernelSet(), 1, 5.0, path, 60.0)
     assert old.read_text() == "as it was"
     assert not new.exists()

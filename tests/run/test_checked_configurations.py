@@ -152,7 +152,7 @@ def test_one_sentence_with_the_line(old, new, line, words):
     assert all(word in message for word in words), message
 
 
-def test_all_faults_are_told_at_once_each_at_its_place():
+def test_all_faults_are_reported_at_once_each_at_its_place():
     lines = faults(
         TEXT, "batch=2", "micro_batches=3", "model=nonet", "optimizer.momentun=1", "schedule=none", "data.augment=[flop]"
     )
@@ -167,7 +167,7 @@ def test_all_faults_are_told_at_once_each_at_its_place():
     ]
 
 
-def test_all_faulty_options_are_told_at_once():
+def test_all_faulty_options_are_reported_at_once():
     """No second faulty option of the same augmentation or optimiser waits for the next attempt."""
     jitter = "{name: color_jitter, brightness: -1, hue: 2, contrast: 0.1, saturaton: 1}"
     lines = faults(TEXT, f"data.augment=[{jitter}]", "optimizer={name: sgd, lr: 0.1, momentum: fast, nestrov: true}")

@@ -160,7 +160,7 @@ def test_memory_that_is_filled_at_the_start_has_each_sample_read_once_by_the_job
 @pytest.mark.parametrize("levels", LOCAL)
 @pytest.mark.sample(5)
 @pytest.mark.parametrize(("ranks", "per_node"), [(1, None), (2, None), (4, 2)])
-def test_a_local_copy_gives_the_same_bits(
+def test_a_local_copy_has_the_same_bits(
     folder: Path, tmp_path: Path, expected: str, ranks: int, per_node: int | None, levels: str, prefetch: int
 ) -> None:
     section, again = LOCAL[levels]
@@ -195,7 +195,7 @@ def notes(folder: Path, ranks: int, cache: Mapping[str, Any], loaders: int = 1) 
     return tuple(note.replace(str(folder), "").replace("/train.h5", "train.h5") for note in first)
 
 
-def test_the_share_that_is_kept_is_told(folder: Path) -> None:
+def test_the_share_that_is_kept_is_reported(folder: Path) -> None:
     assert notes(folder, 2, {}) == ("data train.h5: all samples stay in memory of each node (60.5 kB)",)
     assert notes(folder, 2, {"memory": 0}) == ()
     (some,) = notes(folder, 2, {"memory": 85 * SIZE})
@@ -218,7 +218,7 @@ def test_other_channels_are_refused_with_both_files_named() -> None:
         training_images(config, synthetic_file("train", 8, (8, 8, 1), 2), colour)
 
 
-def test_a_disk_without_room_is_told(folder: Path, tmp_path: Path) -> None:
+def test_a_disk_without_room_is_reported(folder: Path, tmp_path: Path) -> None:
     cache = {"memory": 85 * SIZE, "local": f"{tmp_path}/file/below"}
     (tmp_path / "file").write_bytes(b"")
     memory, local = notes(folder, 2, cache)
@@ -226,10 +226,10 @@ def test_a_disk_without_room_is_told(folder: Path, tmp_path: Path) -> None:
     assert local == f"data train.h5: there is no local copy, as {tmp_path}/file/below cannot be used: Not a directory"
 
 
-def test_more_than_a_node_has_is_cut_and_told(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_than_a_node_has_is_cut_and_reported(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(data_cache, "available_bytes", lambda: 100 * SIZE)
-    told, kept = notes(folder, 2, {"memory": "1TB"})
-    assert told == "data.cache.memory is 1 TB, but a node has 29.7 kB free, of which at most 90 % may be used"
+    note, kept = notes(folder, 2, {"memory": "1TB"})
+    assert note == "data.cache.memory is 1 TB, but a node has 29.7 kB free, of which at most 90 % may be used"
     assert kept.startswith("data train.h5: 43 % of the samples")
     assert notes(folder, 2, {})[0].startswith("data train.h5: 24 % of the samples")
 
@@ -242,8 +242,8 @@ def test_ranks_that_cannot_share_memory_keep_their_own_parts(folder: Path, expec
     digest, read = stream(folder, 2, {"memory": 2 * 85 * SIZE}, prefetch=0)
     assert digest == expected
     assert read["memory_samples"] > 0
-    (told,) = notes(folder, 2, {"memory": 2 * 85 * SIZE})
-    assert told.startswith(
+    (note,) = notes(folder, 2, {"memory": 2 * 85 * SIZE})
+    assert note.startswith(
         "data train.h5: 41 % of the samples stay in memory of each rank, as the ranks of a node cannot share it ("
     )
 
@@ -252,7 +252,7 @@ def test_ranks_that_cannot_share_memory_keep_their_own_parts(folder: Path, expec
     ("value", "words"),
     [({"memroy": 1}, "there is no key 'memroy'"), ({"memory": "much"}, 'memory must be "auto", or a size'), (3, "it must be")],
 )
-def test_a_program_is_told_what_is_wrong(value: object, words: str) -> None:
+def test_the_error_says_what_is_wrong(value: object, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         cache_of(value)
     assert cache_of(False) == CacheConfig(memory=0)
@@ -515,8 +515,8 @@ def test_a_copy_that_is_changed_between_two_trainings_is_read_again(trainings: T
         outcome = trainings.run(output, KEEP)
         assert outcome.code == 0, outcome.output
         assert same_bits(final_tensors(trainings.folder, output), undisturbed[2])
-        told = [line for line in outcome.output.splitlines() if "local copy of samples is damaged" in line]
-        return told, trainings.reads(output)["file_samples"]
+        lines = [line for line in outcome.output.splitlines() if "local copy of samples is damaged" in line]
+        return lines, trainings.reads(output)["file_samples"]
 
     assert run("first") == ([], IMAGES + TEST_IMAGES)
     train, _ = files(trainings, ".samples")
@@ -524,20 +524,20 @@ def test_a_copy_that_is_changed_between_two_trainings_is_read_again(trainings: T
     image_bytes = size // IMAGES
     with train.open("r+b") as file:
         file.truncate(size // 4)
-    told, read = run("cut")
-    # A place behind the end that another rank writes behind has zeros. Each rank says once what it has met.
-    reasons = [re.search(r"is damaged \((.*)\); the affected samples are read from the data file again", line) for line in told]
+    lines, read = run("cut")
+    # A place between the end and what another rank writes has zeros. Each rank says once what it has met.
+    reasons = [re.search(r"is damaged \((.*)\); the affected samples are read from the data file again", line) for line in lines]
     assert {reason and reason[1] for reason in reasons} in ({"it is truncated"}, {"it is truncated", "bytes have changed"})
-    assert len({(line.split()[0], reason and reason[1]) for line, reason in zip(told, reasons, strict=True)}) == len(told)
+    assert len({(line.split()[0], reason and reason[1]) for line, reason in zip(lines, reasons, strict=True)}) == len(lines)
     assert read == IMAGES - IMAGES // 4
     with train.open("r+b") as file:
         file.seek(7 * image_bytes + 5)
         byte = file.read(1)[0]
         file.seek(7 * image_bytes + 5)
         file.write(bytes([byte ^ 16]))
-    told, read = run("changed")
-    assert len(told) == 1
-    assert "(bytes have changed)" in told[0]
+    lines, read = run("changed")
+    assert len(lines) == 1
+    assert "(bytes have changed)" in lines[0]
     assert read == 1
     assert run("mended") == ([], 0)
 
@@ -547,9 +547,9 @@ def test_a_copy_that_is_changed_between_two_trainings_is_read_again(trainings: T
 def test_a_copy_without_room_grows_no_further(trainings: Trainings, undisturbed: dict[int, Any]) -> None:
     outcome = trainings.run_faulty(local_copies.NO_SPACE, "runs", KEEP)
     assert outcome.code == 0, outcome.output
-    told = [line for line in outcome.output.splitlines() if "cannot grow" in line]
-    assert len(told) == 2  # of rank 1, for each data file once
-    assert all("(No space left on device); other samples are read from the data file" in line for line in told)
+    lines = [line for line in outcome.output.splitlines() if "cannot grow" in line]
+    assert len(lines) == 2  # of rank 1, for each data file once
+    assert all("(No space left on device); other samples are read from the data file" in line for line in lines)
     assert same_bits(final_tensors(trainings.folder, "runs"), undisturbed[2])
     # Rank 1 has kept 40 of the 80 samples of its first epoch, and no more of any later one.
     assert trainings.reads("runs")["file_samples"] > IMAGES + TEST_IMAGES
@@ -709,8 +709,8 @@ def test_samples_that_replace_unreadable_ones_are_reported(tmp_path: Path) -> No
     overrides = ("data.on_unreadable=skip", "data.max_unreadable=0.08", "deadline_seconds=100")
     outcome = run_fault(Fault("skip", _DISK, (), ranks=(0, 1, 2), overrides=overrides), tmp_path)
     assert outcome.code == 0, outcome.output
-    told = records(tmp_path, "unreadable")  # training and test data are the same file, which two loaders read
-    assert [(record["file"], record["samples"], record["instead"]) for record in told] == [("train.h5", [5, 6], [7, 7])] * 2
+    replaced = records(tmp_path, "unreadable")  # training and test data are the same file, which two loaders read
+    assert [(record["file"], record["samples"], record["instead"]) for record in replaced] == [("train.h5", [5, 6], [7, 7])] * 2
     assert outcome.output.count("2 of 24 samples of train.h5 could not be read; other samples replaced them") == 2
     warning = r"warning: sample 5 and 1 more of train.h5 cannot be read on ranks? [012, and-]+; other samples replace them"
     assert len(re.findall(warning, whole_lines(outcome.stdout))) == 2  # on the ranks to which they have come

@@ -67,7 +67,7 @@ SAMPLES = 21
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> TrainedRun:
-    """A run with averaged weights whose checkpoint is a file, and, converted, a directory of shards beside it."""
+    """A run with averaged weights whose checkpoint is a file, and, converted, a directory of shards next to it."""
     trained = train(tmp_path_factory.mktemp("trained"), "ema.decay=0.5", "init.freeze=[stage1.*]")
     ((_, path),) = checkpoint.checkpoints(trained.run.checkpoints)
     convert(path, trained.folder / "copy.shards", sharded=True, shards=3)
@@ -132,7 +132,7 @@ def test_averaged_weights_are_evaluated_as_the_run_has_done_it(trained: TrainedR
     assert by_run["loss"] != by_run["ema_loss"]
 
 
-def test_nothing_is_counted_that_nobody_asked_for(trained: TrainedRun) -> None:
+def test_only_what_was_asked_for_is_counted(trained: TrainedRun) -> None:
     (plain,) = work_virtual(1, trained.file, (), partial(run_evaluation, source=str(trained.run.path)))
     assert plain.confusion is None
     assert plain.sums.loss == _evaluated(trained, "1", flip=False, batch=8).sums.loss
@@ -398,7 +398,7 @@ def test_averages_are_exported_where_there_are_any(tmp_path: Path) -> None:
         of_checkpoint(weights_of_run(tmp_path), averaged=True)
 
 
-def test_what_a_checkpoint_does_not_know_is_told(tmp_path: Path) -> None:
+def test_what_a_checkpoint_does_not_know_is_reported(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="has weights of the model small, not of resnet18"):
         of_checkpoint(weights_of_run(tmp_path), "resnet18")
     with pytest.raises(CheckpointError, match=r"has shape \(3, 3, 3, 1\) in .*, and \(5, 3, 3, 1\) in the model"):
@@ -527,7 +527,7 @@ def test_what_does_not_fit_is_refused_alike_and_changes_nothing(path: Path) -> N
     assert 'set init.ignore to ["fc.*"]' in str(said[0])
 
 
-def test_another_file_on_a_rank_is_told_by_all(path: Path) -> None:
+def test_another_file_on_a_rank_is_reported_by_all(path: Path) -> None:
     def start(comm: ThreadCommunicator, replica: Replica) -> str:
         own = path if comm.rank != 2 else path.with_name("other.safetensors")
         with pytest.raises(CheckpointError) as raised:

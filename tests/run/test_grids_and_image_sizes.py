@@ -141,12 +141,12 @@ def sizes_config(sizes: str, model: str = "resnet50") -> Config:
 def test_a_fault_has_its_place_and_the_nearest_legal_value(
     sizes: str, model: str, place: tuple[object, ...], sentence: str
 ) -> None:
-    ((path, told),) = size_faults(sizes_config(sizes, model))
+    ((path, fault),) = size_faults(sizes_config(sizes, model))
     assert path == ("data", "sizes", *place)
     config, source = parse(SIZES_TEXT.format(sizes=sizes, model=model))
     with pytest.raises(ConfigError, match=sentence):
         check_names(config, source)
-    assert told in str(source.error(path, told))
+    assert fault in str(source.error(path, fault))
 
 
 @pytest.mark.parametrize("model", ["resnet50", "vgg16", "alexnet", "resnet9", "resnet20", "small"])
@@ -169,7 +169,7 @@ def test_the_largest_size_is_that_which_the_training_comes_to(epochs: int, side:
     assert of_largest(plain, pipeline) is pipeline
 
 
-def test_a_network_that_does_not_take_a_shape_is_told_with_the_layer() -> None:
+def test_a_network_that_does_not_take_a_shape_is_reported_with_the_layer() -> None:
     network = Network(nets.plain(), (9, 7, 3), NumpyKernelSet())
     check_image_shapes(network, [(9, 7, 3), (10, 8, 3)])
     with pytest.raises(ShapeError, match=r"images of shape \(9, 7, 3\) .*, but not of \(16, 16, 3\), which .*: Layer fc1"):
@@ -371,7 +371,7 @@ def test_schedules_keep_their_order(epochs: int, warm: float, milestones: list[f
     assert len(short.options["milestones_epochs"]) == len(ends)
 
 
-def test_a_directory_is_removed_and_a_failure_to_do_so_is_told(tmp_path: Path) -> None:
+def test_a_directory_is_removed_and_a_failure_to_do_so_is_reported(tmp_path: Path) -> None:
     run = tmp_path / "run"
     (run / "checkpoints").mkdir(parents=True)
     assert remove_run(run) == f"the trial passed; its directory {run} was deleted"

@@ -106,7 +106,7 @@ def test_images_of_a_file_are_mixed(tmp_path: Path) -> None:
         assert all(batch.mixed is not None for batch in loader.epoch(0))
 
 
-def test_nobody_asks_to_stop_without_signals(capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_stop_is_requested_without_signals(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit), hpctrain.start(batch=8) as job:
         _ = job.stop_requested
     assert "call `start` with signals=True" in capsys.readouterr().err
@@ -578,7 +578,7 @@ def test_what_finds_room_later_is_complete(small_disk: Path) -> None:
 
 @pytest.mark.job
 @pytest.mark.slow
-def test_no_room_for_flight_records_is_told(small_disk: Path) -> None:
+def test_no_room_for_flight_records_is_reported(small_disk: Path) -> None:
     """Room for them is taken at the start, so that a full disk is no SIGBUS later."""
     directory, flight, heard = _directory(small_disk / "runs"), FlightRecorder(), Heard()
     with open(small_disk / "runs" / "filler", "wb", buffering=0) as file, contextlib.suppress(OSError):

@@ -103,7 +103,7 @@ def _run(folder: Path, output: str = "runs") -> RunDirectory:
 
 
 def _stopped_and_resumed(job: Job, folder: Path, stages: Sequence[tuple[int, int]], *more: str) -> None:
-    """The same training, in stages of so many ranks and steps; the last one has 0, for all that are left.
+    """The same training, in stages with numbers of ranks and steps; the last one has 0, for all that are left.
 
     A stage of 0 steps before it has left nothing: its ranks were lost before their first checkpoint.
     """
@@ -155,7 +155,7 @@ def test_ranks_that_are_lost_one_after_another_and_in_the_recovery_itself(job: J
     run = _run(folder)
     shrinks = _shrinks(run)
     assert [ranks for *_, ranks in shrinks] == [2, 1]
-    assert [lost for lost, *_ in shrinks] == [[0, 3], [1]]  # numbers as they were last told
+    assert [lost for lost, *_ in shrinks] == [[0, 3], [1]]  # numbers as they were last reported
     stages = [(4, int(shrinks[0][1])), (2, int(shrinks[1][1]) - int(shrinks[0][1])), (1, 0)]
     _stopped_and_resumed(job, folder, stages)
     _assert_same(run, _run(folder, "reference"))

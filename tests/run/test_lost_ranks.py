@@ -35,7 +35,7 @@ class Gathering(SingleCommunicator):
 
 
 @given(st.data())
-def test_losses_keep_the_numbers_that_the_user_knows_until_they_are_told(data: st.DataObject) -> None:
+def test_losses_keep_the_numbers_that_the_user_knows_until_they_are_reported(data: st.DataObject) -> None:
     memory, reporter = ShrinkState(), Heard()
     known = list(range(data.draw(st.integers(2, 9))))  # the numbers, as the user knows them, of the ranks that are left
     untold: list[int] = []
@@ -54,7 +54,7 @@ def test_losses_keep_the_numbers_that_the_user_knows_until_they_are_told(data: s
             assert memory.lost == ()
 
 
-def test_a_loss_is_told_once() -> None:
+def test_a_loss_is_reported_once() -> None:
     memory, reporter = ShrinkState(), Heard()
     memory.loses(4, [2], 812)
     for _ in range(2):

@@ -181,7 +181,7 @@ def test_a_job_is_what_the_configuration_trains(optimizer: str, norms_needed: st
     group = PlannedGroup(GroupLayout(training.specs, "float32"), 2)
     assert isinstance(training.strategy(chosen.averager.name, chosen.averager.options, group), Priority)
     with pytest.raises(ConfigError, match="averager"):
-        training.strategy("nobody", {}, group)
+        training.strategy("unknown", {}, group)
 
 
 def test_a_plan_refuses_the_averager_that_a_run_refuses() -> None:
@@ -630,7 +630,7 @@ def test_without_data_files_images_are_not_known() -> None:
         (("transport=nccl",), 2, None),
     ],
 )
-def test_what_depends_on_the_steps_is_not_told(overrides: tuple[str, ...], ranks: int, per_node: int | None) -> None:
+def test_what_depends_on_the_steps_is_not_reported(overrides: tuple[str, ...], ranks: int, per_node: int | None) -> None:
     _write(24)
     planned = _planned(*overrides, ranks=ranks, per_node=per_node)
     assert planned.messages is None
@@ -826,7 +826,7 @@ def _schedules(*overrides: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("use", [_command("config", "check"), _command("plan", "show"), _command("plan", "schedule"), _schedules])
-def test_norms_that_nobody_adds_up_are_refused_in_one_sentence_everywhere(
+def test_norms_that_no_rank_adds_up_are_refused_in_one_sentence_everywhere(
     plain: tuple[str, ...], use: Callable[..., None]
 ) -> None:
     for norms in NORMS.values():

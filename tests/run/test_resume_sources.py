@@ -134,7 +134,7 @@ def lines() -> Iterator[list[str]]:
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 6])
 @pytest.mark.parametrize("source", ["auto", "run"])
-def test_all_ranks_pass_over_a_damaged_one_and_are_told_one_reason(
+def test_all_ranks_pass_over_a_damaged_one_and_report_one_reason(
     run: RunDirectory, lines: list[str], ranks: int, source: str
 ) -> None:
     source = str(run.path) if source == "run" else source
@@ -408,7 +408,7 @@ def test_the_best_has_the_best_value_and_comes_first(values: dict[int, float | N
 
 
 @given(values=st.lists(_FINITE, max_size=20), keep=st.integers(1, 4), measure=st.sampled_from(MEASURES))
-def test_beside_each_of_the_newest_is_the_best_until_then(values: list[float | None], keep: int, measure: str) -> None:
+def test_with_each_of_the_newest_is_the_best_until_then(values: list[float | None], keep: int, measure: str) -> None:
     evaluations = _evaluations(dict(enumerate(values)))
     there: list[int] = []
     for step in range(len(values)):
@@ -455,7 +455,7 @@ def _there(folder: Path) -> list[int]:
 
 
 def _end_somewhere(folder: Path, case: Case, draw: random.Random, resume: str | None) -> None:
-    """A part of a run, which is killed, or ends after so many steps, or diverges once, if it comes so far."""
+    """A part of a run, which is killed, or ends after some steps, or diverges once, if it comes so far."""
     step = draw.randrange(case.last)
     error = DivergedError("A test.") if case.goes_back and draw.random() < 0.5 else Killed()
     disturbance = Disturbance(step, error)
@@ -569,7 +569,7 @@ def test_a_checkpoint_before_its_own_evaluation_does_not_miss_the_best_until_the
 
 
 @pytest.mark.parametrize("harm", ["removed", "damaged"])
-def test_a_lost_best_is_told_and_another_takes_its_place(folder: Path, harm: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_lost_best_is_reported_and_another_takes_its_place(folder: Path, harm: str, capsys: pytest.CaptureFixture[str]) -> None:
     _whole(folder, "checkpoint.keep=2", accuracies=(3, 9, 4, 5))
     assert _there(folder) == [6, 9, 12]
     path = checkpoint_path(_directory(folder), 6)
@@ -635,7 +635,7 @@ def _config(folder: Path, *overrides: str) -> Config:
         ((), None),
     ],
 )
-def test_whoever_asks_for_the_best_is_told_where_it_cannot_be_known(
+def test_a_request_for_the_best_is_refused_where_it_cannot_be_known(
     folder: Path, overrides: tuple[str, ...], words: str | None
 ) -> None:
     sentence = nothing_to_choose(_config(folder, "epochs=5", "checkpoint.best=top1", *overrides), 5 if words else 3)
@@ -692,7 +692,7 @@ def test_an_evaluation_of_other_test_data_does_not_come_back_as_best_after_a_rol
 @pytest.mark.job
 @pytest.mark.parametrize("right", [2, 9])
 def test_a_crash_at_any_call_to_the_system_leaves_the_best_until_then(tmp_path: Path, right: int) -> None:
-    """The second checkpoint of three is the best until the third, which is worse or better; one is kept beside it."""
+    """The second checkpoint of three is the best until the third, which is worse or better; one is kept next to it."""
     call, outcomes, done = 0, set(), False
     while not done:
         directory = tmp_path / str(call)

@@ -108,7 +108,7 @@ def _meet(step: int) -> dict[str, Any]:
     return {"epoch": epoch, "pair": [int(first), int(second)], "steps": []}
 
 
-def test_stop_ends_the_run_behind_its_last_checkpoint(folder: Path) -> None:
+def test_stop_ends_the_run_after_its_last_checkpoint(folder: Path) -> None:
     with pytest.raises(DivergedError, match="is the first, in forward order, whose"):
         _train(folder, 3, {"rank": 1, "steps": [3]})
     run = _run(folder)
@@ -189,7 +189,7 @@ def test_real_ranks_go_back_together(job: Callable[..., Outcome], folder: Path) 
 
 @pytest.mark.parametrize("averager", ["sharded", "{name: lazy, layers: 2, max_interval: 3, check_every: 1}"])
 def test_rollback_has_the_same_bits_again_and_across_a_resume(folder: Path, averager: str) -> None:
-    """Twice the same, and the same where the run is stopped behind the rollback, in the next epoch, and goes on."""
+    """Two runs have the same bits, and so has a run that is stopped after the rollback, in the next epoch, and goes on."""
     options = ("on_nonfinite=rollback", f"averager={averager}", "epochs=3")
     for output in ("first", "second"):
         _train(folder, 2, _meet(3), *options, f"output={folder}/{output}")
@@ -320,7 +320,7 @@ def test_a_resume_has_each_step_once(file: Path, undisturbed: RunDirectory, step
     assert digests(first) == digests(undisturbed)
 
 
-def test_what_lies_behind_the_checkpoint_of_a_killed_run_is_done_again(file: Path, undisturbed: RunDirectory) -> None:
+def test_steps_after_the_checkpoint_of_a_killed_run_are_done_again(file: Path, undisturbed: RunDirectory) -> None:
     """Hashes of steps 4 to 8 are there, the newest checkpoint is that of step 3; then none is but that of the end."""
     killed = trained(file, steps=8)
     for step, path in checkpoints(killed.checkpoints):
@@ -355,7 +355,7 @@ def test_a_run_that_goes_back_has_each_step_once(file: Path, undisturbed: RunDir
     assert_of_checkpoint(run, 10)
 
 
-def test_the_parameter_is_told_that_alone_has_another_bit(file: Path, undisturbed: RunDirectory, monkeypatch) -> None:
+def test_the_parameter_that_alone_has_another_bit_is_reported(file: Path, undisturbed: RunDirectory, monkeypatch) -> None:
     """One bit of one bias, of the last layer, which no gradient of others shows before the next step."""
     keep = RunHashes.read_state
 

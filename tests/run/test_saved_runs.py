@@ -148,7 +148,7 @@ def test_ranks_killed_in_a_background_write_go_on_and_end_with_the_same_bits(fol
     assert_same(state, expected, "resumed")
 
 
-def test_a_full_disk_is_told_and_the_run_goes_on(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_full_disk_is_reported_and_the_run_goes_on(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def full(number: int) -> None:
         if number in (3, 4):
             raise OSError(28, "No space left on device")
@@ -164,7 +164,7 @@ def test_a_full_disk_is_told_and_the_run_goes_on(folder: Path, capsys: pytest.Ca
 
 @pytest.mark.job
 @pytest.mark.slow
-def test_a_disk_that_hangs_does_not_end_the_training_and_is_told_at_its_end(folder: Path) -> None:
+def test_a_disk_that_hangs_does_not_end_the_training_and_is_reported_at_its_end(folder: Path) -> None:
     more = ("deadline_seconds=3", "checkpoint.every_steps=0", "checkpoint.every_epochs=1")
     outcome = train(folder, 0, *more, fault="time.sleep(1000)")
     assert outcome.code == 2, outcome.output

@@ -55,7 +55,7 @@ def test_a_run_that_has_only_begun_is_one(tmp_path: Path) -> None:
     assert (record.state.records, record.versions, record.checkpoints, record.tables, record.trace) == ((), {}, (), (), None)
 
 
-def test_changes_of_the_source_are_told(tmp_path: Path) -> None:
+def test_changes_of_the_source_are_reported(tmp_path: Path) -> None:
     run = write_run(tmp_path)
     (run.path / "git.json").write_text('{"revision": "abc", "dirty": true}')
     assert read_runs([run.path])[0].versions["revision"] == "abc with changes"
@@ -72,7 +72,7 @@ def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
         read_runs([run.path])
 
 
-def test_the_last_and_the_best_evaluation_are_told_apart(tmp_path: Path) -> None:
+def test_the_last_and_the_best_evaluation_are_distinguished(tmp_path: Path) -> None:
     """Accuracies are 1/2, 2/3 and 0 after epochs 1, 2 and 3."""
     figures = summary(read_runs([write_run(tmp_path).path])[0])
     assert (figures.epochs, figures.steps, figures.loss, figures.top1) == (3, 30, {"test": 1.0}, {"test": 0.0})
@@ -98,7 +98,7 @@ def test_figures_begin_with_what_was_trained(tmp_path: Path) -> None:
     assert written[:4] == [("model", ["small"]), ("data", ["a.h5"]), ("batch", ["8"]), ("optimiser", ["sgd, lr 0.1, cosine"])]
 
 
-def test_a_step_is_told_beside_its_prediction(tmp_path: Path) -> None:
+def test_a_step_is_reported_with_its_prediction(tmp_path: Path) -> None:
     times = {"measured_step_seconds": 0.05, "measured_exposed_seconds": 0.001, "predicted_step_seconds": 0.04567891}
     run = write_run(tmp_path, events=[{"kind": "steps", "time": 31.0, "step": 30, **times}])
     written = dict(summary_texts([summary(read_runs([run.path])[0])]))
@@ -110,7 +110,7 @@ def test_a_step_is_told_beside_its_prediction(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("device", "of_gpus"), [({}, []), ({"device_bytes": 7_400_000_000}, [("GPU memory", ["7.4 GB"])])])
-def test_peak_memory_is_told_and_that_of_gpus_where_there_are_some(
+def test_peak_memory_is_reported_and_that_of_gpus_where_there_are_some(
     tmp_path: Path, device: dict[str, int], of_gpus: list[tuple[str, list[str]]]
 ) -> None:
     run = write_run(tmp_path, events=[{"kind": "memory", "time": 31.0, "step": 30, "peak_bytes": 612_345_678, **device}])
@@ -167,7 +167,7 @@ def test_bits_are_compared_at_the_latest_step_that_both_have(tmp_path: Path) -> 
     assert "no step has hashes or checkpoints" in sentences[2]
 
 
-def test_the_step_is_told_at_which_bits_part(tmp_path: Path) -> None:
+def test_the_step_at_which_bits_part_is_reported(tmp_path: Path) -> None:
     first, second = write_run(tmp_path), write_run(tmp_path)
     for step, value in ((5, 1.0), (10, 1.5), (15, 2.0)):
         write_checkpoint(first, step, a=[1.0], b=[0.0])
@@ -186,7 +186,7 @@ def test_zeros_of_other_signs_and_other_shapes_are_other_bits(tmp_path: Path) ->
     assert bits.different == ("parameters/a", "parameters/b")
 
 
-def test_a_damaged_checkpoint_is_told(tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_is_reported(tmp_path: Path) -> None:
     first, second = write_run(tmp_path), write_run(tmp_path)
     write_checkpoint(first, 1, a=[0.0])
     write_checkpoint(second, 1, a=[0.0]).write_bytes(b"no checkpoint")
@@ -203,7 +203,7 @@ def write_hashes(run: RunDirectory, *records: tuple[int, str, str]) -> None:
         file.append({"step": step, "epoch": 1, "all": weight * 8 + momentum * 8, "hashes": hashes})
 
 
-def test_the_step_and_the_tensor_are_told_in_which_hashes_part(tmp_path: Path) -> None:
+def test_the_step_and_the_tensor_in_which_hashes_part_are_reported(tmp_path: Path) -> None:
     first, second, third = (write_run(tmp_path) for _ in range(3))
     write_hashes(first, (0, "0", "0"), (4, "1", "1"), (8, "2", "2"), (12, "3", "3"))
     write_hashes(second, (0, "0", "0"), (2, "9", "9"), (4, "1", "1"), (6, "9", "9"), (8, "2", "7"), (12, "8", "8"))
@@ -233,7 +233,7 @@ def test_runs_with_other_intervals_are_compared_at_common_steps(tmp_path: Path) 
 
 
 def test_checkpoints_tell_what_hashes_leave_open(tmp_path: Path) -> None:
-    """Between the last hashes that are the same and the first that differ, and behind all of them."""
+    """Between the last hashes that are the same and the first that differ, and after all of them."""
     first, parts, equal, later = (write_run(tmp_path) for _ in range(4))
     write_hashes(first, (0, "0", "0"), (10, "1", "1"), (20, "2", "2"))
     write_hashes(parts, (0, "0", "0"), (10, "1", "1"), (20, "3", "3"))
@@ -244,13 +244,13 @@ def test_checkpoints_tell_what_hashes_leave_open(tmp_path: Path) -> None:
         write_checkpoint(parts, step, a=[1.0 if step < 16 else 2.0])
         write_checkpoint(equal, step, a=[1.0])
         write_checkpoint(later, step, a=[1.0 if step < 24 else 2.0])
-    (narrowed, same, behind) = compared([run.path for run in (first, parts, equal, later)]).bits
+    (narrowed, same, after) = compared([run.path for run in (first, parts, equal, later)]).bits
     assert (narrowed.step, narrowed.same_step, narrowed.different, narrowed.by) == (16, 12, ("parameters/a",), "checkpoints")
     assert (same.step, same.different) == (28, ())
-    assert (behind.step, behind.same_step, behind.by) == (24, 20, "checkpoints")
+    assert (after.step, after.same_step, after.by) == (24, 20, "checkpoints")
 
 
-def test_hashes_that_cannot_be_read_are_told(tmp_path: Path) -> None:
+def test_hashes_that_cannot_be_read_are_reported(tmp_path: Path) -> None:
     first, second = write_run(tmp_path), write_run(tmp_path)
     for run in (first, second):
         write_hashes(run, (0, "0", "0"))
@@ -268,7 +268,7 @@ def test_all_keys_are_side_by_side_in_the_order_of_their_appearance() -> None:
     )
 
 
-def test_keys_are_told_by_their_names() -> None:
+def test_keys_are_reported_by_their_names() -> None:
     assert key_text("parameters/layer2.0.conv1.weight") == "layer2.0.conv1.weight"
     assert key_text("statistics/bn1.running_mean") == "running statistic bn1.running_mean"
     assert key_text("averaged_statistics/bn1.running_mean") == "averaged statistics bn1.running_mean"
@@ -400,7 +400,7 @@ def test_cells_are_coloured_by_their_share_of_the_class() -> None:
     assert result.words == "checkpoint-00000007.h5: 10 test images, top-1 90.00%."
 
 
-def test_many_classes_are_told_by_their_largest_confusions(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_classes_are_reported_by_their_largest_confusions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(page, "MOST_CLASSES", 2)
     result = result_of("run", _judgement([[5, 2, 0], [0, 5, 0], [3, 0, 5]], 5))
     assert result.confusion == ()
@@ -410,10 +410,10 @@ def test_many_classes_are_told_by_their_largest_confusions(monkeypatch: pytest.M
     )
 
 
-def test_classes_are_told_with_their_rivals_the_worst_first() -> None:
+def test_classes_are_reported_with_their_rivals_the_worst_first() -> None:
     result = result_of("run", _judgement([[9, 1, 0], [3, 1, 2], [0, 0, 0]]))
-    told = [(line.name, line.images, line.top1, line.rival) for line in result.classes]
-    assert told == [
+    rows = [(line.name, line.images, line.top1, line.rival) for line in result.classes]
+    assert rows == [
         ("class 1", "6", "16.67%", "class 0, 3 times"),
         ("class 0", "10", "90.00%", "class 1, 1 times"),
         ("class 2", "0", "-", "-"),

@@ -189,7 +189,7 @@ def test_the_configuration_follows_and_the_earlier_ones_are_kept(tmp_path):
     assert not list(run.path.glob("*.partial"))
 
 
-def test_a_run_that_goes_back_keeps_no_configuration_of_steps_that_it_takes_anew(tmp_path):
+def test_a_run_that_goes_back_keeps_no_configuration_of_steps_that_it_repeats(tmp_path):
     run = create(tmp_path)
     (run.path / "config-mine.yaml").write_text("no run's")
     run.follow_config("name: b\n", 20, CONFIG)
@@ -431,7 +431,7 @@ def test_ranks_that_are_left_take_over_from_the_one_that_is_lost(tmp_path: Path)
     ownership.release()
 
 
-def test_a_copy_of_a_run_is_owned_by_nobody(tmp_path: Path) -> None:
+def test_a_copy_of_a_run_has_no_owner(tmp_path: Path) -> None:
     put(tmp_path / "run", HERE)
     shutil.copytree(tmp_path / "run", tmp_path / "copy")
     with pytest.raises(RunOwnedError):

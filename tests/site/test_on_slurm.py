@@ -1,6 +1,6 @@
 """Jobs on a real Slurm of two nodes, as a person submits them: the doctor, signals in each phase, requeues, staging, time limits.
 
-The cluster is brought up for this module (`tests.support.slurm_cluster`); where that cannot be done, the reason is told.
+The cluster is brought up for this module (`tests.support.slurm_cluster`); where that cannot be done, the reason is reported.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ node: {{cores: {cores}, ranks: 1}}
 launch: {{mpi: pmi2}}
 scratch: {{directory: {disk}}}
 """
-# A minute is the shortest limit that Slurm knows. Twice a minute it looks who has less than so many seconds left, or none: a job
+# A minute is the shortest limit that Slurm knows. Twice a minute it looks which jobs have less time left, or none: a job
 # has a quarter of a minute to start, and half of one to save.
 IMPATIENT = "extends: twins\nsignal_seconds: 45\n"
 WITHOUT_MPI = "extends: twins\nlaunch: {mpi: null}\n"
@@ -95,13 +95,13 @@ def _require_same(user: SlurmUser, undisturbed: str, output: str) -> None:
 
 @pytest.fixture(scope="module")
 def limited(user: SlurmUser) -> SlurmJob:
-    """A job that waits for the end of its time from the beginning of the module on, beside the others on the same cores."""
+    """A job that waits for the end of its time from the beginning of the module on, with the others on the same cores."""
     return _submit(user, "limited", "--time", "1m", "--no-doctor", site="impatient", hold="step")
 
 
 @pytest.fixture(scope="module")
 def undisturbed(user: SlurmUser, limited: SlurmJob) -> str:
-    """The output of a job that a doctor has looked after and that nobody has stopped."""
+    """The output of a job that a doctor has looked after and that has not been stopped."""
     job = _submit(user, "whole")
     assert user.code(job) == 0, job.text
     for sentence in ("2 ranks on 2 nodes, started by Slurm srun.", "A training would run", f"epoch {EPOCHS}/{EPOCHS}"):
@@ -194,7 +194,7 @@ def test_the_printed_command_stops_for_good_and_the_same_submission_goes_on(user
     _require_same(user, undisturbed, "good")
 
 
-def test_a_launcher_of_another_mpi_is_told_and_nothing_is_trained(user: SlurmUser) -> None:
+def test_a_launcher_of_another_mpi_is_reported_and_nothing_is_trained(user: SlurmUser) -> None:
     job = _submit(user, "alone", site="without-mpi")
     # The second process leaves the word to the first; where srun ends it meanwhile, the job has the code of that signal.
     assert user.code(job) in (USER_ERROR, SIGNALLED + signal.SIGTERM), job.text

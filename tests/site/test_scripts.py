@@ -197,7 +197,7 @@ def _submit(site: str, request: JobRequest) -> tuple[Submission, Path]:
 
 
 @pytest.mark.job
-def test_slurm_gives_a_number(folder: Path) -> None:
+def test_slurm_returns_a_number(folder: Path) -> None:
     submission, script = _submit("slurm", JobRequest(2))
     assert submission.number == "12345"
     assert stand_ins.calls(folder) == (("sbatch", "--parsable", str(script)),)
@@ -224,7 +224,7 @@ def test_two_submissions_of_one_second_have_a_script_each(folder: Path, monkeypa
 
 
 @pytest.mark.job
-def test_pbs_gives_a_number(folder: Path) -> None:
+def test_pbs_returns_a_number(folder: Path) -> None:
     submission, script = _submit("polaris", JobRequest(10, account="mine"))
     assert submission.number == "77.pbs-01"
     assert stand_ins.calls(folder) == (("qsub", str(script)),)

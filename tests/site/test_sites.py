@@ -173,7 +173,7 @@ def test_profiles_that_extend_each_other_are_refused(own: Path) -> None:
         _read(own, "a")
 
 
-def test_an_unknown_site_is_told_with_the_nearest(own: Path) -> None:
+def test_an_unknown_site_is_reported_with_the_nearest(own: Path) -> None:
     with pytest.raises(ConfigError, match=r"There is no site 'polari'; the nearest is \"polaris\""):
         _read(own, "polari")
     with pytest.raises(ConfigError, match=r"There is no site 'ours'; there are .* write a profile .*/sites/NAME.yaml \(docs/"):
@@ -247,7 +247,7 @@ def test_a_request_that_does_not_fit_is_one_sentence(site: str, request_: JobReq
     assert str(error.value).endswith(".")
 
 
-def test_no_environment_is_staged_beside_an_image(tmp_path: Path) -> None:
+def test_no_environment_is_staged_with_an_image(tmp_path: Path) -> None:
     (tmp_path / "environment.tar").touch()
     site, request = profile_files.read_site("slurm", {}), JobRequest(1, stage=tmp_path / "environment.tar")
     assert site.profile.stages
@@ -280,6 +280,7 @@ def test_a_host_that_ssh_cannot_reach_is_named_before_a_job_is_started(
     for name in os.environ:
         if _OTHER_SHELL.search(name):
             monkeypatch.delenv(name)
+    monkeypatch.setenv("SSH_AGENT_PID", "1")  # an agent of ssh is no other shell
     monkeypatch.setattr(socket, "getaddrinfo", _only_localhost)
     hosts = tmp_path / "hosts"
     used = [
@@ -297,6 +298,12 @@ def test_a_host_that_ssh_cannot_reach_is_named_before_a_job_is_started(
     ):
         submit(site, job)
     assert not (tmp_path / "jobs").exists()
+
+
+@pytest.mark.parametrize("name", ["-launcher-exec", "HYDRA_LAUNCHER", "plm_ssh_agent", "OMPI_MCA_plm_rsh_agent"])
+def test_hosts_are_not_checked_with_another_shell(name: str) -> None:
+    """A site that replaces ssh is not refused because ssh does not reach its hosts."""
+    assert _OTHER_SHELL.search(name)
 
 
 _ADDRESSES = socket.getaddrinfo
@@ -379,7 +386,7 @@ def test_account_and_queue_become_the_sites_options() -> None:
         ("local", "1h", False, True),
     ],
 )
-def test_the_training_is_told_of_a_time_that_nobody_signals(site: str, time: str | None, own_limit: bool, limits: bool) -> None:
+def test_the_training_receives_a_time_limit_without_a_signal(site: str, time: str | None, own_limit: bool, limits: bool) -> None:
     account = "a" if site == "polaris" else None
     assert _plan(site, JobRequest(1, time=time, account=account), own_limit=own_limit).limits == limits
 

@@ -152,7 +152,7 @@ def test_nothing_but_a_regular_file_is_replaced(kind: str, linked: bool, tmp_pat
         publish(tmp_path / "complete", path)
     if kind == "null":
         write_text(path, "new")
-    else:  # nobody reads the pipe; the full disk is full
+    else:  # no process reads the pipe; the full disk is full
         with pytest.raises(OSError) if kind != "zero" else contextlib.nullcontext():
             write_text(path, "new")
     after = os.lstat(node)
@@ -207,7 +207,7 @@ def test_an_unfinished_file_that_is_a_link_is_not_followed(tmp_path: Path, monke
     assert (tmp_path / "mine").read_text() == "mine"
 
 
-def test_work_goes_on_beside_the_program_and_gives_its_result() -> None:
+def test_work_goes_on_next_to_the_program_and_returns_its_result() -> None:
     writer, go = BackgroundWriter(), threading.Event()
     assert writer.wait(0)
     writer.start(lambda: go.wait(30) and 7)
@@ -273,7 +273,7 @@ def test_an_error_of_the_disk_is_raised_and_the_file_let_go_of(tmp_path: Path, m
         monkeypatch.setattr(os, "pwrite", full)
         with pytest.raises(OSError, match="No space"):
             file.place(0, np.ones(3), lambda block: None)
-        file.write(b"structures")  # HDF5 goes on to close its file, and is told nothing
+        file.write(b"structures")  # HDF5 goes on to close its file, and receives no error
     assert len(os.listdir("/proc/self/fd")) == before
 
 
@@ -436,7 +436,7 @@ def test_what_is_lost_is_said_at_the_end_once(said):
     assert said()[1:] == ["3 lines of the metrics could not be written (No space left on device) and are lost."]
 
 
-def test_another_reason_is_told_anew(said):
+def test_another_reason_is_reported_again(said):
     disk, kept = Disk(), Bookkeeping()
     for disk.error in (errno.ENOSPC, errno.ENOSPC, errno.EROFS):
         assert not kept.attempt("metrics", lambda: disk.append({"n": 0}))

@@ -384,7 +384,7 @@ def test_a_torn_line_is_left_out_and_then_cut_off(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "line", ["nothing", "[1]", '{"step": 20, "hashes": "ab"}', '{"hashes": ""}', '{"step": "20", "hashes": "' + A + '"}']
 )
-def test_another_line_is_told_with_its_number(tmp_path: Path, line: str) -> None:
+def test_another_line_is_reported_with_its_number(tmp_path: Path, line: str) -> None:
     path = tmp_path / "hashes.jsonl"
     HashFile(path).append(record(10, x=A))
     path.write_text(path.read_text() + line + "\n")
@@ -440,17 +440,17 @@ def warnings() -> Iterator[list[logging.LogRecord]]:
 
 @pytest.mark.parametrize("step", range(16))
 def test_a_cut_and_the_same_steps_again_give_the_whole_file(path: Path, step: int) -> None:
-    """The position is where a checkpoint is taken: at an epoch's end it is behind its evaluation."""
+    """The position is where a checkpoint is taken: at an epoch's end it is after its evaluation."""
     records = written(3)
     epoch, boundary = step // STEPS_PER_EPOCH, step > 0 and step % STEPS_PER_EPOCH == 0
     here = [index for index, record in enumerate(records) if record.get("step") == step and record["kind"] != "image_size"]
-    behind = here[-1 if boundary else 0] + 1 if here else 1
-    for end in range(behind, len(records) + 1):
+    kept = here[-1 if boundary else 0] + 1 if here else 1
+    for end in range(kept, len(records) + 1):
         path.write_bytes(lines(*records[:end]))
         cut_back(path, epoch, step)
-        assert path.read_bytes() == lines(*records[:behind])
+        assert path.read_bytes() == lines(*records[:kept])
         with open(path, "ab") as file:
-            file.write(lines(*records[behind:]))
+            file.write(lines(*records[kept:]))
         assert path.read_bytes() == lines(*records)
 
 
@@ -546,7 +546,7 @@ def test_an_interruption_leaves_the_old_file_or_the_new_one(path: Path, monkeypa
     assert {each.name for each in path.parent.iterdir()} == {path.name, unreadable_path(path).name}
 
 
-def test_a_rollback_to_here_is_told_again_by_a_resume_and_stays_where_the_run_itself_goes_back(path: Path) -> None:
+def test_a_rollback_to_here_is_reported_again_by_a_resume_and_stays_where_the_run_itself_goes_back(path: Path) -> None:
     back, skip = {"kind": "rollback", "epoch": 2, "step": 5, "from_step": 7}, {"kind": "skip", "epoch": 2, "step": 6}
     path.write_bytes(lines(*written(1), back, skip))
     cut_back(path, 1, 5, goes_back=True)

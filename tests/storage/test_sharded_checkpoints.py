@@ -95,7 +95,7 @@ def put(path: Path, data: bytes) -> None:
     other.replace(path)
 
 
-def test_round_trip_beside_single_files(tmp_path: Path) -> None:
+def test_round_trip_next_to_single_files(tmp_path: Path) -> None:
     first, second = write_single(tmp_path, 7), write_sharded(tmp_path, 9)
     assert_is(read(second), 9)
     assert checkpoint.checkpoints(tmp_path) == [(7, first), (9, second)]
@@ -266,9 +266,9 @@ def test_parts_are_read_back(tmp_path: Path) -> None:
     assert np.array_equal(reader.read("parameters/w", BOX), PARTS["parameters/w"].values)
     places = reader.verify()
     reader.close()
-    told = ShardReader(tmp_path / "growing" / shard.name, shard, places)
-    assert np.array_equal(told.read("parameters/w", ((3, 4), (1, 3))), [[4, 5]])
-    told.close()
+    trusting = ShardReader(tmp_path / "growing" / shard.name, shard, places)
+    assert np.array_equal(trusting.read("parameters/w", ((3, 4), (1, 3))), [[4, 5]])
+    trusting.close()
 
 
 @pytest.mark.parametrize("box", [BOX, ((2, 3), (0, 3))])
@@ -358,7 +358,7 @@ def test_names_and_facts_read_nothing(tmp_path: Path) -> None:
     assert tensors.facts("parameters/w") == ((5, 7), np.dtype("f8"))
 
 
-def test_who_is_told_of_verified_shards_reads_the_bytes_that_it_asks_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reader_of_verified_shards_reads_the_bytes_that_it_asks_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shards = shards_in(tmp_path)
     places = ShardedTensors(tmp_path, shards).verify([0, 2])
     assert set(places) == {0, 2}
@@ -368,7 +368,7 @@ def test_who_is_told_of_verified_shards_reads_the_bytes_that_it_asks_for(tmp_pat
     assert np.array_equal(tensors.part("parameters/w", ((0, 4), (4, 6))), WHOLE[0:4, 4:6])
     assert sum(read) == 8 * 8
     assert np.array_equal(tensors.part("parameters/w", ((4, 5), (1, 2))), WHOLE[4:5, 1:2])
-    assert sum(read) == 8 * 8 + 9 * 8, "the part of a shard that nobody has verified is read whole"
+    assert sum(read) == 8 * 8 + 9 * 8, "the part of a shard that is not verified is read whole"
 
 
 @given(st.lists(st.integers(1, 1000), max_size=20), st.integers(1, 7))

@@ -74,7 +74,7 @@ def listing(directory):
 
 
 def newest(directory):
-    """The path of the newest valid checkpoint, which holds what reading it gives; None where there is none."""
+    """Return the path of the newest valid checkpoint, which holds what reading it returns, or None if there is none."""
     found = read_newest(directory)
     if found is None:
         return None
@@ -180,8 +180,8 @@ def test_a_link_to_what_is_not_there_is_left_out(tmp_path, caplog):
         set_aside(tmp_path, 9)
     finally:
         logger.removeHandler(caplog.handler)
-    told = {record.getMessage() for record in caplog.records if "is a broken link" in record.getMessage()}
-    assert len(told) == 2
+    warnings = {record.getMessage() for record in caplog.records if "is a broken link" in record.getMessage()}
+    assert len(warnings) == 2
     assert len(listing(tmp_path)) == 4, "links stay, as their targets may come back"
 
 
@@ -355,7 +355,7 @@ def test_a_full_disk_is_one_sentence_and_leaves_nothing(tmp_path):
     assert_valid_step(newest(tmp_path))
 
 
-def test_restore_gives_the_tensor_or_one_sentence():
+def test_restore_returns_the_tensor_or_raises_one_sentence():
     saved = content()
     tensor = restore(saved, "parameters/fc.weight", (9, 25), "float32")
     np.testing.assert_array_equal(restore(saved, "parameters/fc.weight", (9, 25), ">f4"), tensor)  # as on a big-endian host

@@ -1,7 +1,7 @@
 """Support for tests of averagers: all strategies with options, a tiny network driven by hand, and doubles that watch.
 
 The network is y = tanh(x A + a) s B + b with half the squared error, in plain array code, so that hundreds of trainings take
-seconds. Beside its layers the group holds a linear layer and a parameter that no step uses, and an empty one.
+seconds. In addition to its layers the group holds a linear layer and a parameter that no step uses, and an empty one.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class SparseOracle:
     velocity: dict[int, np.ndarray] = field(default_factory=dict)
 
     def train(self, steps: int) -> np.ndarray:
-        """The parameters after so many steps."""
+        """Return the parameters after `steps` steps."""
         group, numbers = make_group(), list(dict.fromkeys(self.nodes))
         w, m = group.data.copy(), np.zeros(group.size)
         self.residual = {node: np.zeros(group.size) for node in numbers}
@@ -137,7 +137,7 @@ SAMPLES = (9, 9, 4)
 #: of `sparse`: nearly all parameters are compressed, though they are tiny
 _SPARSE: dict[str, Any] = {"compress": "always", "least_elements": 4, "bucket_bytes": 100}
 
-#: a name -> class and options; all of them must give what blocking gives
+#: a name -> class and options; all of them must return what blocking returns
 STRATEGIES: Mapping[str, tuple[type[Strategy], dict[str, Any]]] = {
     "overlap": (Overlap, {}),
     "bucketed": (Bucketed, {"bucket_bytes": 100}),
@@ -151,7 +151,7 @@ STRATEGIES: Mapping[str, tuple[type[Strategy], dict[str, Any]]] = {
     "sparse, all of it": (Sparse, {"density": 1.0, **_SPARSE, "two_level": False}),
 }
 
-#: the same, that need to be told the nodes of the ranks
+#: the same, that need the nodes of the ranks
 OF_NODES: Mapping[str, tuple[type[Strategy], dict[str, Any]]] = {"sparse, by node": (Sparse, {"density": 1.0, **_SPARSE})}
 
 OPTIMIZERS: Mapping[str, Callable[[], Optimizer]] = {
@@ -275,7 +275,7 @@ def planned(
     momentum: float = 0.0,
     **options: Any,
 ) -> Strategy:
-    """A strategy with these options for a group on so many ranks."""
+    """A strategy with these options for a group on `ranks` ranks."""
     facts = PlannedGroup(group, ranks, nodes, nominal_batch, micro_batches, norms_needed, several_groups, momentum)
     return kind(facts, kind.Options(**options))
 

@@ -47,7 +47,7 @@ class DeviceRank:
 
 
 def work_between_kernels(rank: DeviceRank) -> np.ndarray:
-    """Operations as averaging has them: kernels before them write what is sent, those behind them read what arrives."""
+    """Operations as averaging has them: kernels before them write what is sent, those after them read what arrives."""
     arithmetic = rank.kernels.arithmetic
     gradient, total = rank.on_device(rank.values(rank.comm.rank, 12)), rank.on_device(np.zeros(12))
     one = rank.on_device(np.ones(12))

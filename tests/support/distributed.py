@@ -69,7 +69,7 @@ def random_moves(seed: int, ranks: int, count: int) -> list[tuple[Layout, Layout
 
 
 class Double(Layer):
-    """y = 2 x: works on any split, so that what comes behind it must fetch what it reads."""
+    """y = 2 x: works on any split, so that what comes after it must fetch what it reads."""
 
     def lower(self, graph: GraphBuilder, x: int, name: str) -> int:
         return graph.emit(name, AddSpec(), (x, x))
@@ -197,7 +197,7 @@ def joined(trial: Trial, parts: Sequence[Outcome]) -> Outcome:
 
 
 def on_virtual_ranks(ranks: int, trials: Sequence[Trial], *, seed: int | None = None) -> list[Outcome]:
-    """Each trial on so many virtual ranks, all in one world."""
+    """Run each trial on `ranks` virtual ranks, all in one world."""
 
     def program(comm: ThreadCommunicator) -> list[Outcome]:
         engine = virtual_engine(comm)

@@ -17,7 +17,7 @@ MPICH = "MPICH Version: 5.0.2, thread level serialized"
 
 
 def view(*ranks_of_nodes: int, launcher: Launcher | None = None, library: str = MPICH, config: Config | None = None) -> JobView:
-    """A job with so many ranks on each node, nid0, nid1, ..."""
+    """A job with these numbers of ranks on the nodes nid0, nid1, ..."""
     node_of = tuple(node for node, ranks in enumerate(ranks_of_nodes) for _ in range(ranks))
     size = len(node_of)
     launcher = launcher or Launcher("MPICH hydra mpiexec", size, 0, ranks_of_nodes[0], 0, "PMI_RANK")

@@ -1,4 +1,4 @@
-"""A stand-in for the package cudnn: graphs that record what they are told, with a list of plans that a test makes up."""
+"""A stand-in for the package cudnn: graphs that record their calls, with a list of plans that a test makes up."""
 
 from __future__ import annotations
 

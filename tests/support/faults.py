@@ -337,9 +337,9 @@ def findings(folder: Path) -> Mapping[str, object]:
     return values
 
 
-def is_named(fault: Fault, outcome: Outcome, told: Mapping[str, object]) -> bool:
+def is_named(fault: Fault, outcome: Outcome, report: Mapping[str, object]) -> bool:
     """Whether the rank and the place are named rightly."""
-    sentences = [*told["findings"], outcome.output] if isinstance(told["findings"], Sequence) else [outcome.output]
-    blamed = told["blamed"]
+    sentences = [*report["findings"], outcome.output] if isinstance(report["findings"], Sequence) else [outcome.output]
+    blamed = report["blamed"]
     rightly = not fault.blamed or (isinstance(blamed, Sequence) and FAULTY in blamed and len(blamed) < RANKS)
     return rightly and any(words in str(sentence) for sentence in sentences for words in fault.words)

@@ -37,9 +37,9 @@ class Outcome:
 
 
 def find_mpiexec() -> str | None:
-    """mpiexec beside this Python, else on PATH: the first is sure to be the one of this environment's MPI."""
-    beside = Path(sys.executable).with_name("mpiexec")
-    return str(beside) if beside.exists() else shutil.which("mpiexec")
+    """mpiexec next to this Python, else on PATH: the first is sure to be the one of this environment's MPI."""
+    sibling = Path(sys.executable).with_name("mpiexec")
+    return str(sibling) if sibling.exists() else shutil.which("mpiexec")
 
 
 def clean_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -65,7 +65,7 @@ def run_job(
     through_mpi4py: bool = True,
     launcher_options: Sequence[str] = (),
 ) -> Outcome:
-    """Run `python -m mpi4py *arguments` on so many ranks; 0 ranks: as one process without a launcher.
+    """Run `python -m mpi4py *arguments` on `ranks` ranks; 0 ranks: as one process without a launcher.
 
     through_mpi4py: False leaves `-m mpi4py` out. launcher_options: of mpiexec.
 

@@ -1,10 +1,10 @@
-"""Trainings that are killed at random moments and resumed: none may lose a checkpoint, change a bit, or leave anything behind.
+"""Trainings that are killed at random moments and resumed: none may lose a checkpoint, change a bit, or leave a file or process.
 
     python -m tests.support.kills --kills 200 --in-writes 30 --out benchmarks/results/kills.json
 
 Real jobs of two ranks. SIGKILL falls on a rank, on a rank's keeper, on the launcher, or on all of them at once, at a random
 moment or while a checkpoint is being written. The job is resumed, killed again, and at the end of each chain it must have the
-bits of a run that nobody disturbed, and have left no process, no file of its own in shared memory, and no temporary file.
+bits of an undisturbed run, and have left no process, no file of its own in shared memory, and no temporary file.
 """
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ def _judge(output: Path, code: int, said: str, tally: Tally, mapped: set[Path]) 
     files = {path for path, _ in partial_files(output) if run is not None and run.path in path.parents}
     left = [path.name for path in files | mapped if path.exists()]
     if left:
-        tally.faults.append(f"{output.name}: left {', '.join(sorted(left)[:5])} behind")
+        tally.faults.append(f"{output.name}: left {', '.join(sorted(left)[:5])}")
 
 
 def _look_for_processes(job: StormJob, name: str, tally: Tally) -> None:
@@ -233,7 +233,7 @@ def as_dict(tally: Tally) -> dict[str, Any]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=200, help="Kills for each writer.")
-    parser.add_argument("--in-writes", type=int, default=30, help="Of them, at least so many while a checkpoint is written.")
+    parser.add_argument("--in-writes", type=int, default=30, help="Minimum number of them while a checkpoint is written.")
     parser.add_argument("--only", choices=list(WRITERS), help="The one writer to run.")
     parser.add_argument("--seed", type=int, default=0, help="Seed of moments and targets.")
     parser.add_argument("--out", type=Path, help="JSON file of the results; written after each writer.")

@@ -1,6 +1,6 @@
-"""A kernel set whose arrays are not NumPy's, and which computes as late as it may: only when somebody waits.
+"""A kernel set whose arrays are not NumPy's, and which computes as late as it may: only on a wait.
 
-It computes what the NumPy set does, to the last bit. Whatever reads or writes its arrays behind its back is refused by
+It computes what the NumPy set does, to the last bit. Whatever reads or writes its arrays without it is refused by
 `DeviceArray`, or finds numbers of a moment ago; whatever keeps back an array of the host that it was given finds it overwritten.
 """
 
@@ -279,7 +279,7 @@ class LateLoss(LossOperator):
 
 
 class LateKernelSet(NumpyKernelSet):
-    """See the module. Shadows are float32 beside float64: they stand for bfloat16 beside float32, which NumPy does not know."""
+    """See the module. Shadows are float32 with float64: they stand for bfloat16 with float32, which NumPy does not know."""
 
     shadow_dtype = "float32"
 

@@ -1,7 +1,7 @@
 """Draws combinations of options so that every two values of different options meet in one of them, wherever that is legal.
 
 Greedy, one combination after the other (Cohen, Dalal, Fredman and Patton, "The AETG system", IEEE Transactions on Software
-Engineering 1997): it starts from a pair that has not been met, and gives each further option the value that meets most new ones.
+Engineering 1997): it starts from a pair that has not been met, and sets each further option to the value of most new ones.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Memory that nobody should read: whatever a plan says is not in use is overwritten before each action.
+"""Memory that must not be read: whatever a plan says is not in use is overwritten before each action.
 
 A program whose lifetimes are too short then computes with values that are no numbers, and its result differs.
 """

@@ -4,7 +4,7 @@
 
 Real jobs on both kernel sets, 1 and 2 ranks, 1 and 2 threads. Signals that stop nothing fall on whole runs. Those that stop a run
 fall on it in bursts from a random moment on; it must leave a checkpoint and code 85, is resumed, stopped again, and at the end it
-must have the bits of a run that nobody disturbed.
+must have the bits of an undisturbed run.
 """
 
 from __future__ import annotations
@@ -197,7 +197,7 @@ def same_bits(ours: tuple[int, dict[str, np.ndarray]], theirs: tuple[int, dict[s
 
 
 def quiet_storm(folder: Path, setting: Setting, tally: Tally, reference: Any, signals: int, draws: random.Random) -> None:
-    """Signals that stop nothing, so many of each kind, on as many whole runs as that takes."""
+    """Send signals that stop nothing, a number of each kind, on as many whole runs as that takes."""
     while min(tally.sent[number.name] for number in QUIET) < signals and not tally.faults:
         output = f"quiet-{tally.runs}"
         job = StormJob(folder, setting, output)
@@ -212,7 +212,7 @@ def quiet_storm(folder: Path, setting: Setting, tally: Tally, reference: Any, si
 def stop_storm(
     folder: Path, setting: Setting, tally: Tally, reference: Any, signals: int, draws: random.Random, run_seconds: float
 ) -> None:
-    """Bursts of signals that stop, so many of each kind in all; each stopped run is resumed until it is over."""
+    """Send bursts of signals that stop, a number of each kind in all; each stopped run is resumed until it is over."""
     for chain in itertools.count():
         if min(tally.sent[number.name] for number in STOPS) >= signals or tally.faults:
             return

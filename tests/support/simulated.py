@@ -119,7 +119,7 @@ def link(alpha: float = 0.0, beta: float = 0.0, *, unattended_bytes: int | None 
 def machine(
     between: Link | None = None, within: Link | None = None, *, ranks_per_node: int = 1, cores_per_rank: float = 1.0
 ) -> Machine:
-    """A machine whose kernels beside operators take no time; without links, messages are free."""
+    """A machine whose kernels other than operators take no time; without links, messages are free."""
     rate = OperatorRate(float("inf"), float("inf"), 0.0)
     return Machine(
         name="toy",
@@ -135,7 +135,7 @@ def machine(
 
 
 def layers(sizes: Sequence[int]) -> tuple[Slice, ...]:
-    """A slice for each layer's weight of so many elements."""
+    """Return a slice for each layer's weight, with its number of elements."""
     begin = [sum(sizes[:k]) for k in range(len(sizes))]
     return tuple(Slice(f"l{k}.weight", begin[k], begin[k] + n, k, (f"l{k}.weight",)) for k, n in enumerate(sizes))
 

@@ -236,7 +236,7 @@ def _search_path() -> str:
 
 
 def _free_ports(count: int) -> list[int]:
-    """Ports on which nobody listens, drawn at random below those that the system itself gives to connections meanwhile."""
+    """Return free ports, drawn at random below those that the system itself assigns to connections meanwhile."""
     ports: set[int] = set()
     while len(ports) < count:
         port = 10_000 + secrets.randbelow(20_000)

@@ -41,7 +41,7 @@ class Bench:
         print(f"{'ok    ' if holds else 'FAILED'} {what}", flush=True)
 
     def submit(self, tasks: int, cores: int, *overrides: str) -> SlurmJob:
-        """The script as it is shipped, but for `_EDITS`, on two nodes with so many tasks each and so many cores a task."""
+        """The script as it is shipped, but for `_EDITS`, on two nodes with `tasks` tasks each and `cores` cores per task."""
         text = _SCRIPT.read_text()
         for line, edited in _EDITS.items():
             assert text.count(line) == 1, line

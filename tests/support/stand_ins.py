@@ -45,7 +45,7 @@ case " $* " in
 esac
 """
 _REFUSED = '[ "${SUBMIT_STATUS:-0}" -eq 0 ] || { echo "error: Invalid account" >&2; exit 1; }\n'
-# What stands behind the image; a container has no mpiexec of the machine, so python alone is started there.
+# What follows the image; a container has no mpiexec of the machine, so python alone is started there.
 _APPTAINER = 'while [ "$1" != python ]; do shift; done\nexec "$@"\n'
 _COMMANDS = {
     "apptainer": _APPTAINER,

@@ -94,7 +94,7 @@ def _of_engine(net: Workload) -> dict[str, int]:
 def _counting_kernels(counts: Counter[str]) -> Iterator[None]:
     execute, multiply, make, matmul, dot = Call.__call__, Engine.multiply, Primitive.__init__, np.matmul, np.dot
     copies: WeakSet[Primitive] = WeakSet()
-    target: Any = None  # array to which the last call, a reorder, has written
+    target: Any = None  # array that the last call wrote, if it was a reorder
 
     def initialised(primitive: Primitive, engine: Engine, kind: str, *arguments: Any) -> None:
         make(primitive, engine, kind, *arguments)
@@ -105,7 +105,7 @@ def _counting_kernels(counts: Counter[str]) -> Iterator[None]:
         nonlocal target
         counts["kernels"] += 1
         written = call._memories[-1].array if call._primitive in copies else None
-        if written is not None and written is not target:  # otherwise the call continues the same copy, tap by tap
+        if written is not None and written is not target:  # the same target: one copy in several calls
             counts["copied_bytes"] += written.nbytes
         target = written
         execute(call)

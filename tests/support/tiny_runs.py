@@ -93,7 +93,7 @@ def accuracy(outcome: Outcome) -> str:
 
 
 def whole_lines(printed: str) -> str:
-    """Return what a training printed, with lines as they were before they were wrapped."""
+    """Return the output of a training with each indented line appended to the line before it, which joins wrapped lines."""
     return printed.replace("\n  ", " ")
 
 

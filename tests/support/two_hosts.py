@@ -25,7 +25,7 @@ from tests.support.jobs import clean_environment, find_mpiexec
 
 HOSTS = ("h0", "h1")
 SITE = "two-hosts"
-#: within which a rank that waits for another one gives up
+#: within which a rank that waits for another one stops waiting
 DEADLINE_SECONDS = 4.0
 
 _TOP = Path(__file__).parents[2]
@@ -41,7 +41,7 @@ description: two namespaces of this machine
 node: {{cores: 1, ranks: 1}}
 launch: {{options: {options}}}
 setup:
-  - {{command: "trap 'echo \\"{end}$?\\"' EXIT", why: the process is nobody's child}}
+  - {{command: "trap 'echo \\"{end}$?\\"' EXIT", why: the process has no parent}}
 environment:
   PYTHONPATH: {{value: "{top}", why: these files}}
 """
@@ -65,7 +65,7 @@ metrics: {{interval_seconds: 0.1}}
 
 def missing() -> str | None:
     """Why there can be no two hosts here; None where there can."""
-    return missing_for_a_lab() or (None if find_mpiexec() else "There is no mpiexec, neither beside this Python nor on PATH.")
+    return missing_for_a_lab() or (None if find_mpiexec() else "There is no mpiexec, neither next to this Python nor on PATH.")
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class HostJob:
         return self.log.read_text(errors="replace") if self.log.exists() else ""
 
     def wait(self, reached: Callable[[str], bool], seconds: float = _PATIENCE_SECONDS) -> str:
-        """The log, once something has come true of it; it must within so many seconds."""
+        """Return the log once `reached` is true of it, which must happen within `seconds`."""
         end = time.monotonic() + seconds
         while not reached(text := self.text):
             assert time.monotonic() < end, f"The job does not get on within {seconds} s:\n{text}"

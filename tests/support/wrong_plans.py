@@ -235,7 +235,7 @@ def _drops(*kinds: Action) -> Make:
 def _recomputed_over_what_was_changed(plan: ExecutionPlan, chance: random.Random) -> ExecutionPlan:
     """An operator has worked in place on what could be made again, and that is made again for the reader of its output."""
     k = chance.choice([k for k, step in enumerate(plan.steps) if step.recomputes_output])
-    assert plan.memory[k].output == plan.memory[k + 2].output, "the operator behind the view works in place"
+    assert plan.memory[k].output == plan.memory[k + 2].output, "the operator after the view works in place"
     return replace(plan, backward=((R, k), *plan.backward))
 
 
@@ -276,7 +276,7 @@ def _freed_early(plan: ExecutionPlan, chance: random.Random) -> ExecutionPlan:
 
 
 def _backward_swapped(plan: ExecutionPlan, chance: random.Random) -> ExecutionPlan:
-    """A step's gradients before those of the step behind it."""
+    """A step's gradients before those of the step after it."""
     times = _positions(plan.backward, lambda action, k: action is I)
     place = chance.randrange(1, len(times))
     return replace(plan, backward=_moved(plan.backward, times[place], times[place - 1]))
@@ -287,7 +287,7 @@ def _forward_swapped(plan: ExecutionPlan, chance: random.Random) -> ExecutionPla
     return replace(plan, forward=_moved(plan.forward, time, time - 1))
 
 
-def _ends_behind_its_reader(plan: ExecutionPlan, chance: random.Random) -> ExecutionPlan:
+def _ends_after_its_reader(plan: ExecutionPlan, chance: random.Random) -> ExecutionPlan:
     """An operation that began early ends after the step that reads it."""
     times = _positions(plan.forward, lambda action, k: action is Action.FORWARD and plan.steps[k].begins_early)
     time = chance.choice([t for t in times if plan.memory[plan.forward[t][1]].output.size_bytes])
@@ -303,7 +303,7 @@ def _sent_too_soon(plan: ExecutionPlan, chance: random.Random) -> ExecutionPlan:
 
 
 def _memory(change: Callable[[ExecutionPlan, random.Random], tuple[int, dict[str, object]]]) -> Make:
-    """`change` gives the step, and the fields of its memory that become others."""
+    """`change` returns the step, and the fields of its memory that become others."""
 
     def changed(plan: ExecutionPlan, chance: random.Random) -> ExecutionPlan:
         k, fields = change(plan, chance)
@@ -332,7 +332,7 @@ def _shifted(region: Region) -> Region:
 
 
 def _output_elsewhere(plan: ExecutionPlan, chance: random.Random) -> tuple[int, dict[str, object]]:
-    """One step writes its output 64 bytes behind where others read it."""
+    """One step writes its output 64 bytes after the place where others read it."""
     k = chance.choice([k for k, memory in enumerate(plan.memory) if memory.output.end + 64 <= plan.arena_bytes])
     return k, {"output": _shifted(plan.memory[k].output)}
 
@@ -379,11 +379,11 @@ FAULTS = (
     Fault("parameters freed before they are read for the last time", "plain", _plan(_freed_early)),
     Fault("gradients in the wrong order", "resnet20", _plan(_backward_swapped)),
     Fault("forward in the wrong order", "residual", _plan(_forward_swapped)),
-    Fault("a halo that ends behind its reader", "overlapped", _plan(_ends_behind_its_reader)),
+    Fault("a halo that ends after its reader", "overlapped", _plan(_ends_after_its_reader)),
     Fault("a gradient that travels too soon", "split", _plan(_sent_too_soon)),
     Fault("a gradient overwritten that had to be added to", "residual", _memory(lambda p, c: _adds(p, c, adding=True))),
     Fault("a gradient added to nothing", "residual", _memory(lambda p, c: _adds(p, c, adding=False))),
-    Fault("an output 64 bytes beside its place", "resnet20", _memory(_output_elsewhere)),
+    Fault("an output 64 bytes away from its place", "resnet20", _memory(_output_elsewhere)),
     Fault("scratch on the step's own output", "residual", _memory(_scratch_on_operand)),
     Fault("a partial gradient written over the others", "residual", _memory(_partial_is_target), "onednn"),
 )

@@ -1,4 +1,4 @@
-"""What hpctrain.testing gives to users: checks of gradients, copies to a kernel set's memory, and what a model declares."""
+"""What hpctrain.testing offers to users: checks of gradients, copies to a kernel set's memory, and what a model declares."""
 
 from __future__ import annotations
 

@@ -354,7 +354,7 @@ def test_rounded_parameters_and_what_rounding_took_away_are_put_and_taken_again(
     assert all(np.array_equal(content.tensors[key], value) for key, value in same.items())
     # A group of one rank sends nothing, and makes its parameters exact.
     assert any(PARAMETER_ERROR in key for key in same)
-    for strategy in (Blocking, STRATEGIES["sharded"]):  # nobody keeps errors now: the parameters are exact, and nothing is lost
+    for strategy in (Blocking, STRATEGIES["sharded"]):  # no rank keeps errors now: the parameters are exact, and nothing is lost
         plain = put(strategy, content)
         assert plain.keys() == exact.tensors.keys()
         assert all(np.array_equal(exact.tensors[key], value) for key, value in plain.items())
@@ -379,7 +379,7 @@ TASK = Task(nets.plain, NumpyKernelSet(), partial(Sgd, momentum=0.5), batch=9, s
 #: a grid whose data groups keep back unlike much, with ranks of a node and a least size of what is not sent whole
 UNLIKE_GRIDS = {
     "the last part is sent whole": ((3, 2), 1, 250),
-    "the last group has fewer nodes": ((2, 4), 5, 250),  # 3 + 1 ranks, of which each is a holder, beside 2 + 2
+    "the last group has fewer nodes": ((2, 4), 5, 250),  # 3 + 1 ranks, of which each is a holder, and 2 + 2
 }
 
 
@@ -475,7 +475,7 @@ def test_what_one_part_alone_has_left_of_an_earlier_run_is_written_again() -> No
         np.testing.assert_array_equal(found.tensors[KEY].sum(axis=0), kept_back.sum(axis=0))
 
 
-def test_zeros_behind_the_last_holder_are_of_nobody() -> None:
+def test_zeros_after_the_last_holder_are_of_no_rank() -> None:
     kept_back = np.random.default_rng(0).standard_normal((4, 3))
     assert np.array_equal(for_holders(kept_back, 4), kept_back)
     assert np.array_equal(for_holders(kept_back, 2), [kept_back.sum(axis=0), np.zeros(3)])

@@ -320,7 +320,7 @@ def test_steps_of_one_rank_allocate_nothing_and_wait_where_it_is_said(
 
 @pytest.mark.slow
 def test_every_place_of_one_rank_that_waits_matters(emulated_device: EmulatedDeviceFactory) -> None:
-    """A training that leaves a wait out ends otherwise, or is told why, for some order of the work.
+    """A training that leaves a wait out ends otherwise, or receives the reason, for some order of the work.
 
     Some waits are implied by another one just before: of several copies that are on their way, all but the last. So it is asked
     of each place in the code, not of each wait.
@@ -392,7 +392,7 @@ def file(tmp_path: Path) -> ImageFile:
 def _train_on_images(
     file: ImageFile, specs: str, kernels: KernelSet, dtype: str, *, leaves_pixels: bool, epochs: int = 2
 ) -> _Training:
-    """Batches of 8, 8 and 5 samples in two micro-batches each; behind the first epoch memory is sealed."""
+    """Batches of 8, 8 and 5 samples in two micro-batches each; after the first epoch memory is sealed."""
     pipeline = Pipeline(SPECS[specs], 3, file.mean, file.std, parameter_dtype(dtype))
     task = Task(
         nets.residual if specs == "a resize" else partial(nets.plain, dropout=0.3),
@@ -462,7 +462,7 @@ def test_kernels_of_the_host_take_pixels_for_images(file: ImageFile) -> None:
 
 @pytest.mark.slow
 def test_steps_send_pixels_and_allocate_nothing(file: ImageFile, emulated_device: EmulatedDeviceFactory) -> None:
-    """Beside them only what was sent with images as well, and some numbers for each image and micro-batch."""
+    """Steps send nothing else but what they send with images as well, and some numbers for each image and micro-batch."""
     images, pixels = (
         _train_on_images(file, "windows", _kernels(emulated_device(1), "float32"), "float32", leaves_pixels=leaves)
         for leaves in (False, True)

@@ -74,7 +74,7 @@ def _sha256(tensors: Mapping[str, np.ndarray]) -> str:
 def _steps(
     task: Task, comm: ThreadCommunicator, strategy: str, steps: range, content: CheckpointContent | None = None
 ) -> tuple[CheckpointContent, list[float]]:
-    """The state behind some steps of a training, and the loss of each."""
+    """Return the state after some steps of a training, and the loss of each."""
     kind, options = STRATEGIES[strategy]
     replica = replica_of(task, comm, virtual_engine(comm), kind, nominal_batch=task.batch, **options)
     if content is not None:
@@ -236,7 +236,7 @@ def test_what_cannot_be_the_same_on_any_ranks_is_refused(changed: dict[str, Any]
         run_virtual(3, lambda comm: replica_of(task, comm, virtual_engine(comm), Blocking))
 
 
-def test_a_loader_that_was_not_told_of_shards_is_refused() -> None:
+def test_a_loader_without_shards_is_refused() -> None:
     task = replace(PLAIN, exact_shards=8, batch=10)
 
     def program(comm: ThreadCommunicator) -> None:

@@ -273,14 +273,14 @@ class Case:
     place: str = "image"
     left_out: bool = False
     most: int = 99
-    #: stop after so many steps; go on from a checkpoint
+    #: number of steps after which to stop; go on from a checkpoint
     steps: int = 0
     content: CheckpointContent | None = None
 
 
 @dataclass
 class Kept(Reporter):
-    """The lines that one rank has been told, and where it ended."""
+    """The lines that one rank has received, and where it ended."""
 
     records: list[dict[str, Any]] = field(default_factory=list)
     said: list[str] = field(default_factory=list)
@@ -444,8 +444,8 @@ def test_running_statistics_stay(synchronised: bool) -> None:
 @pytest.mark.sample(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["overlap", "sharded", "sparse", "sparse, momentum", "lazy"])
-def test_a_resume_behind_a_skipped_step_is_bitwise(strategy: str) -> None:
-    """Right behind one, in the middle of several."""
+def test_a_resume_after_a_skipped_step_is_bitwise(strategy: str) -> None:
+    """The resume is right after one, in the middle of several."""
     case = Case(TASK, strategy, (2, 3, 7), "gradient")
     whole = _run_case(2, case)
     first = _run_case(2, replace(case, steps=3))

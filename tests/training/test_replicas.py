@@ -189,7 +189,7 @@ def test_a_request_to_one_rank_is_known_on_all_after_the_same_step(ranks: int, a
             replica.step(batch, LOOPED.lr)
             if replica.loop.stop_requested:
                 return replica.global_step
-        raise AssertionError("nobody heard of it")
+        raise AssertionError("no rank heard of it")
 
     assert set(run_virtual(ranks, program, seed=3)) == {asked_at + 2}
 
@@ -351,7 +351,7 @@ def _shadows_are_fresh(network: Network) -> None:
 
 
 def padded() -> Layer:
-    """Padded channels beside a convolution: no kernel set knows them."""
+    """Padded channels in parallel with a convolution: no kernel set knows them."""
     body = {"conv": Conv2d(3, 8, 3, padding=1)}
     return Sequential({"block": Residual(body, PadChannels(2, 3)), "flatten": Flatten(), "fc": Linear(9 * 7 * 8, 5)})
 

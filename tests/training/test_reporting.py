@@ -185,7 +185,7 @@ def _terminal(width: int) -> tuple[io.StringIO, Console]:
 
 
 @pytest.mark.parametrize("width", [40, 80, 160])
-def test_a_pass_takes_the_line_and_gives_it_back(width: int) -> None:
+def test_a_pass_takes_the_line_and_returns_it(width: int) -> None:
     output, console = _terminal(width)
     bar = ProgressBar(console, count().__next__)
     bar.begin("training", 100)
@@ -206,7 +206,7 @@ def test_a_pass_takes_the_line_and_gives_it_back(width: int) -> None:
     assert max(map(len, _frames(output))) <= width
 
 
-def test_a_pass_that_fails_gives_the_line_back() -> None:
+def test_a_pass_that_fails_returns_the_line() -> None:
     output, console = _terminal(80)
     bar = ProgressBar(console)
     bar.begin("training", 100)
@@ -319,7 +319,7 @@ def lines() -> Iterator[object]:
     rank_log.end_rank_log()
 
 
-def test_steps_are_told_at_intervals_with_the_time_that_this_rank_waited(lines: list[str]) -> None:
+def test_steps_are_reported_at_intervals_with_the_time_that_this_rank_waited(lines: list[str]) -> None:
     now = [0.0]
     engine = ProgressEngine(rank=0, deadline_seconds=1.0, abort=lambda code: None)
     reporter = LogReporter(engine, interval_seconds=10.0, clock=lambda: now[0])
@@ -337,7 +337,7 @@ def test_steps_are_told_at_intervals_with_the_time_that_this_rank_waited(lines: 
     ]
 
 
-def test_events_are_told_and_intervals_are_not(lines: list[str]) -> None:
+def test_events_are_reported_and_intervals_are_not(lines: list[str]) -> None:
     reporter = LogReporter(ProgressEngine(rank=0, deadline_seconds=1.0, abort=lambda code: None))
     reporter.say("a sentence")
     reporter.record("interval", {"loss": 1.0})
@@ -438,7 +438,7 @@ def test_the_key_tensorboard_is_short_for_the_reporter() -> None:
     assert names(tensorboard=True, reporters=["own.py:A", "tensorboard"]) == ["own.py:A", "tensorboard"]
 
 
-def test_training_and_test_have_equal_tags_in_directories_beside_each_other(tmp_path: Path) -> None:
+def test_training_and_test_have_equal_tags_in_sibling_directories(tmp_path: Path) -> None:
     pytest.importorskip("tensorboardX")
     _report(tmp_path, ema=True)
     values = _values(tmp_path)
@@ -452,7 +452,7 @@ def test_training_and_test_have_equal_tags_in_directories_beside_each_other(tmp_
     assert _starts(tmp_path) == {"train": [], "test": [], "test-averaged": []}
 
 
-def test_a_resumed_runs_files_take_over_behind_its_checkpoint_in_each_directory(tmp_path: Path) -> None:
+def test_a_resumed_runs_files_take_over_after_its_checkpoint_in_each_directory(tmp_path: Path) -> None:
     pytest.importorskip("tensorboardX")
     _report(tmp_path)
     _rename(tmp_path, "first")

@@ -25,8 +25,8 @@ from hpctrain_testing.virtual.run import run_virtual
 RANKS = 3
 
 
-class Told(Reporter):
-    """Keeps what it is told."""
+class RecordingReporter(Reporter):
+    """Keep all lines and records."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
@@ -39,8 +39,8 @@ class Told(Reporter):
         self.records.append((kind, values))
 
 
-def saver_of(comm: Communicator, told: Told, *, asynchronous: bool = True, deadline: float = 60.0) -> Saver:
-    return Saver(comm, FlightNotes(None), told, asynchronous=asynchronous, deadline_seconds=deadline)
+def saver_of(comm: Communicator, reporter: RecordingReporter, *, asynchronous: bool = True, deadline: float = 60.0) -> Saver:
+    return Saver(comm, FlightNotes(None), reporter, asynchronous=asynchronous, deadline_seconds=deadline)
 
 
 def step(comm: ThreadCommunicator, saver: Saver) -> bool:
@@ -59,8 +59,8 @@ def steps_until(comm: ThreadCommunicator, saver: Saver, done: Callable[[], bool]
         step(comm, saver)
 
 
-def on_each(work: Callable[[ThreadCommunicator, Told], Any]) -> list[Any]:
-    return run_virtual(RANKS, lambda comm: work(comm, Told()), deadline_seconds=60)
+def on_each(work: Callable[[ThreadCommunicator, RecordingReporter], Any]) -> list[Any]:
+    return run_virtual(RANKS, lambda comm: work(comm, RecordingReporter()), deadline_seconds=60)
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
@@ -69,8 +69,8 @@ def test_a_checkpoint_is_published_once_every_rank_has_written_its_part(asynchro
     if not asynchronous:
         go.set()
 
-    def work(comm: ThreadCommunicator, told: Told) -> int:
-        saver = saver_of(comm, told, asynchronous=asynchronous)
+    def work(comm: ThreadCommunicator, reporter: RecordingReporter) -> int:
+        saver = saver_of(comm, reporter, asynchronous=asynchronous)
         own = (lambda: go.wait(30) and comm.rank) if comm.rank == 1 else (lambda: comm.rank)
         assert saver.ready(5)
         saver.begin(Writing(5, Path("c"), own, published.append))
@@ -82,7 +82,7 @@ def test_a_checkpoint_is_published_once_every_rank_has_written_its_part(asynchro
             go.set()
             steps_until(comm, saver, lambda: bool(published))
         saver.finish()
-        assert told.lines == []
+        assert reporter.lines == []
         return saver.status_flag()
 
     assert on_each(work) == [0] * RANKS
@@ -91,7 +91,7 @@ def test_a_checkpoint_is_published_once_every_rank_has_written_its_part(asynchro
 
 def test_copies_of_tensors_are_let_go_as_soon_as_they_are_written() -> None:
     """They are as large as the parameters with their optimizer's state."""
-    saver = saver_of(SingleCommunicator(), Told())
+    saver = saver_of(SingleCommunicator(), RecordingReporter())
     copies = np.zeros(3)
     alive = weakref.ref(copies)
     assert saver.ready(5)
@@ -115,19 +115,19 @@ def test_one_whose_parts_are_written_at_once_is_not_given_up(monkeypatch: pytest
 
     monkeypatch.setattr(BackgroundWriter, "start", start_and_end)
 
-    def work(comm: ThreadCommunicator, told: Told) -> list[str]:
-        saver = saver_of(comm, told)
+    def work(comm: ThreadCommunicator, reporter: RecordingReporter) -> list[str]:
+        saver = saver_of(comm, reporter)
         for number in (5, 6):
             assert saver.ready(number)
             saver.begin(Writing(number, Path("c"), lambda: comm.rank, lambda results: published.append(results)))
         saver.finish()
-        return told.lines
+        return reporter.lines
 
     assert on_each(work) == [[]] * RANKS
     assert published == [[0, 1, 2]] * 2
 
 
-def test_a_failure_is_told_once_on_all_ranks_and_tried_again() -> None:
+def test_a_failure_is_reported_once_on_all_ranks_and_tried_again() -> None:
     tries: list[int] = []
 
     def full() -> None:
@@ -135,15 +135,15 @@ def test_a_failure_is_told_once_on_all_ranks_and_tried_again() -> None:
         if len(tries) < 3:
             raise CheckpointError("There is no room.")
 
-    def work(comm: ThreadCommunicator, told: Told) -> list[str]:
-        saver = saver_of(comm, told)
+    def work(comm: ThreadCommunicator, reporter: RecordingReporter) -> list[str]:
+        saver = saver_of(comm, reporter)
         saver.ready(5)
         saver.begin(Writing(5, Path("c"), full if comm.rank == 2 else None))
         steps_until(comm, saver, lambda: len(tries) == 3)
         saver.finish()
-        [(kind, record)] = told.records
+        [(kind, record)] = reporter.records
         assert (kind, record["step"]) == ("checkpoint", 5)
-        return told.lines
+        return reporter.lines
 
     first, *others = on_each(work)
     assert first == ["warning: There is no room. (on rank 2 of 3) The write is repeated while the run continues."]
@@ -156,14 +156,14 @@ def test_the_next_one_takes_the_place_of_one_that_cannot_be_written() -> None:
     def refuse() -> None:
         raise CheckpointError("There is no room.")
 
-    def work(comm: ThreadCommunicator, told: Told) -> list[str]:
-        saver, is_root = saver_of(comm, told), comm.rank == 0
+    def work(comm: ThreadCommunicator, reporter: RecordingReporter) -> list[str]:
+        saver, is_root = saver_of(comm, reporter), comm.rank == 0
         saver.ready(5)
         saver.begin(Writing(5, Path("c"), refuse if is_root else None))
         assert saver.ready(6)
         saver.begin(Writing(6, Path("d"), (lambda: written.append(6)) if is_root else None))
         saver.finish()
-        return told.lines
+        return reporter.lines
 
     for lines in on_each(work):
         assert lines[1] == "warning: The checkpoint of step 5 is abandoned for the checkpoint of step 6."
@@ -177,8 +177,8 @@ def test_the_end_of_a_run_without_its_last_checkpoint_is_an_error_on_all_ranks()
         tries.append(1)
         raise CheckpointError("There is no room.")
 
-    def work(comm: ThreadCommunicator, told: Told) -> str:
-        saver = saver_of(comm, told)
+    def work(comm: ThreadCommunicator, reporter: RecordingReporter) -> str:
+        saver = saver_of(comm, reporter)
         saver.ready(5)
         saver.begin(Writing(5, Path("c"), refuse if comm.rank == 1 else None))
         with pytest.raises(CheckpointError) as caught:
@@ -189,14 +189,14 @@ def test_the_end_of_a_run_without_its_last_checkpoint_is_an_error_on_all_ranks()
     assert len(tries) == 2
 
 
-def test_a_disk_that_hangs_is_told_once_leaves_checkpoints_out_and_is_given_up_at_the_end() -> None:
+def test_a_disk_that_hangs_is_reported_once_leaves_checkpoints_out_and_is_given_up_at_the_end() -> None:
     release = threading.Event()
 
-    def work(comm: ThreadCommunicator, told: Told) -> list[str]:
-        saver = saver_of(comm, told, deadline=0.3)
+    def work(comm: ThreadCommunicator, reporter: RecordingReporter) -> list[str]:
+        saver = saver_of(comm, reporter, deadline=0.3)
         saver.ready(5)
         saver.begin(Writing(5, Path("c"), (lambda: release.wait(60)) if comm.rank == 1 else None))
-        steps_until(comm, saver, lambda: bool(told.lines))
+        steps_until(comm, saver, lambda: bool(reporter.lines))
         for _ in range(20):
             assert not step(comm, saver)
         begin = time.monotonic()
@@ -204,7 +204,7 @@ def test_a_disk_that_hangs_is_told_once_leaves_checkpoints_out_and_is_given_up_a
         assert time.monotonic() - begin < 5
         with pytest.raises(CheckpointError, match=r"deadline of 0.3 s at the end of the run \(on rank 1 of 3\)"):
             saver.finish()
-        return told.lines
+        return reporter.lines
 
     for lines in on_each(work):
         assert len(lines) == 2
@@ -216,8 +216,8 @@ def test_a_disk_that_hangs_is_told_once_leaves_checkpoints_out_and_is_given_up_a
 def test_a_last_checkpoint_that_was_left_out_is_an_error_too() -> None:
     release = threading.Event()
 
-    def work(comm: ThreadCommunicator, told: Told) -> None:
-        saver = saver_of(comm, told, deadline=0.2)
+    def work(comm: ThreadCommunicator, reporter: RecordingReporter) -> None:
+        saver = saver_of(comm, reporter, deadline=0.2)
         saver.ready(5)
         saver.begin(Writing(5, Path("c"), (lambda: release.wait(60)) if comm.rank == 0 else None))
         assert not saver.ready(6)
@@ -230,22 +230,22 @@ def test_a_last_checkpoint_that_was_left_out_is_an_error_too() -> None:
 
 
 def test_an_error_that_is_a_bug_is_raised_in_the_program() -> None:
-    def work(comm: ThreadCommunicator, told: Told) -> None:
-        saver = saver_of(comm, told)
+    def work(comm: ThreadCommunicator, reporter: RecordingReporter) -> None:
+        saver = saver_of(comm, reporter)
         saver.ready(5)
         saver.begin(Writing(5, Path("c"), lambda: 1 // 0))
         with pytest.raises(ZeroDivisionError):
             steps_until(comm, saver, lambda: False)
 
-    run_virtual(1, lambda comm: work(comm, Told()))
+    run_virtual(1, lambda comm: work(comm, RecordingReporter()))
 
 
 def test_a_rank_waits_for_its_own_part_alone_where_others_are_lost() -> None:
     """Nothing is exchanged: the others may be gone."""
     written: list[int] = []
 
-    def work(comm: ThreadCommunicator, told: Told) -> None:
-        saver = saver_of(comm, told)
+    def work(comm: ThreadCommunicator, reporter: RecordingReporter) -> None:
+        saver = saver_of(comm, reporter)
         saver.begin(Writing(5, Path("c"), lambda: (time.sleep(0.05), written.append(comm.rank))))
         if comm.rank == 1:
             saver.wait_own_part()
@@ -257,8 +257,8 @@ def test_a_rank_waits_for_its_own_part_alone_where_others_are_lost() -> None:
 def test_a_part_that_does_not_end_ends_the_run() -> None:
     go = threading.Event()
 
-    def work(comm: ThreadCommunicator, told: Told) -> None:
-        saver = saver_of(comm, told, deadline=0.05)
+    def work(comm: ThreadCommunicator, reporter: RecordingReporter) -> None:
+        saver = saver_of(comm, reporter, deadline=0.05)
         saver.begin(Writing(5, Path("c"), lambda: go.wait(30)))
         try:
             with pytest.raises(CheckpointError, match=f"still being written on rank {comm.rank} after the deadline of 0.05 s"):
@@ -266,7 +266,7 @@ def test_a_part_that_does_not_end_ends_the_run() -> None:
         finally:
             go.set()
 
-    run_virtual(1, lambda comm: work(comm, Told()), deadline_seconds=60)
+    run_virtual(1, lambda comm: work(comm, RecordingReporter()), deadline_seconds=60)
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
@@ -274,8 +274,8 @@ def test_a_part_that_does_not_end_ends_the_run() -> None:
 def test_files_that_another_process_removes_end_no_run(asynchronous: bool, times: int) -> None:
     """The checkpoint is tried again. If it still fails, it is reported and left out, and the next one is written."""
 
-    def work(comm: ThreadCommunicator, told: Told) -> list[str]:
-        saver, failures = saver_of(comm, told, asynchronous=asynchronous, deadline=1.0), iter(range(times))
+    def work(comm: ThreadCommunicator, reporter: RecordingReporter) -> list[str]:
+        saver, failures = saver_of(comm, reporter, asynchronous=asynchronous, deadline=1.0), iter(range(times))
 
         def own() -> int:
             if comm.rank == 1 and next(failures, None) is not None:
@@ -288,7 +288,7 @@ def test_files_that_another_process_removes_end_no_run(asynchronous: bool, times
         assert saver.ready(6)
         saver.begin(Writing(6, Path("d"), lambda: comm.rank, published.append))
         saver.finish()
-        return told.lines
+        return reporter.lines
 
     published: list[Any] = []
     lines = on_each(work)[0]
@@ -298,6 +298,6 @@ def test_files_that_another_process_removes_end_no_run(asynchronous: bool, times
         assert any("without the checkpoint of step 5" in line for line in lines)
 
 
-def test_a_removed_directory_is_told_from_a_disk_that_fails(tmp_path: Path) -> None:
+def test_a_removed_directory_is_distinguished_from_a_disk_that_fails(tmp_path: Path) -> None:
     assert isinstance(not_written("x", FileNotFoundError(2, "gone")), CheckpointRemovedError)
     assert not isinstance(not_written("x", OSError(28, "No space left on device")), CheckpointRemovedError)

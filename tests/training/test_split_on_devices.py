@@ -121,7 +121,7 @@ def test_whatever_the_orders_of_streams_and_messages(seed: int, emulated_device:
 @pytest.mark.sample(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(("seed", "model", "kind"), [(3, "residual", "mixed"), (7, "residual", "mixed"), (7, "narrow", "model")])
-def test_two_groups_of_parameters_do_not_wait_for_each_other_beside_nccl(
+def test_two_groups_of_parameters_do_not_wait_for_each_other_with_nccl(
     seed: int, model: str, kind: str, emulated_device: EmulatedDeviceFactory
 ) -> None:
     """All of NCCL has one stream: operations of both groups there would be enqueued in another order on another rank.

@@ -74,7 +74,7 @@ def test_sums_over_ranks_arrive_in_order(ranks: int) -> None:
             assert total.non_finite == 0
 
 
-def test_numbers_of_checks_are_summed_beside_the_statistics() -> None:
+def test_numbers_of_checks_are_summed_with_the_statistics() -> None:
     def program(comm: Communicator) -> tuple[list[float], list[float]]:
         message = StepReduction(comm, virtual_engine(comm), 2, checks=3)
         for factor in (1.0, 2.0):
@@ -525,7 +525,7 @@ def _state() -> int:
 
 
 @pytest.mark.parametrize("fits", [1, 2, 9, 31])
-def test_the_batch_that_is_told_fits_and_is_nearly_the_largest(fits: int) -> None:
+def test_the_suggested_batch_fits_and_is_nearly_the_largest(fits: int) -> None:
     free = _network(0).arena_bytes(fits, training=True) + _state()
     network = _network(free)
     check_memory(network, fits, 1)
@@ -533,8 +533,8 @@ def test_the_batch_that_is_told_fits_and_is_nearly_the_largest(fits: int) -> Non
         check_memory(network, 256, 2)
     match = re.search(r"over 128 samples needs .* (\d+) fit: set micro_batches to (\d+), or batch to (\d+)\.$", str(caught.value))
     assert match is not None
-    told, micro_batches, batch = map(int, match.groups())
-    assert fits - 1 <= told == batch <= fits or fits == told == 1
+    fitting, micro_batches, batch = map(int, match.groups())
+    assert fits - 1 <= fitting == batch <= fits or fits == fitting == 1
     check_memory(network, 256, micro_batches)
     check_memory(network, batch, 1)
 
@@ -549,7 +549,7 @@ def test_memory_of_the_host_is_not_counted() -> None:
     check_memory(Network(Flatten(), (1, 1, 3), NumpyKernelSet()), 1 << 40, 1)
 
 
-def test_the_plan_is_told_of_the_network_that_was_checked_last() -> None:
+def test_the_plan_is_that_of_the_network_that_was_checked_last() -> None:
     network = _network(1 << 40)
     check_memory(network, 12, 3)
     sentence = planned()
@@ -620,7 +620,7 @@ def test_tracing_changes_nothing_and_records_every_operator(ranks: int) -> None:
         forward = len(events.of(Category.FORWARD))
         assert forward == TRACED.steps * len(names)
         assert 0 < len(events.of(Category.INPUT)) < forward
-        assert len(events.of(Category.COMMUNICATION)) >= 2 * TRACED.steps  # gradients, message; statistics beside them
+        assert len(events.of(Category.COMMUNICATION)) >= 2 * TRACED.steps  # gradients, message; statistics with them
 
 
 def test_records_of_a_step_have_no_gaps_and_nest() -> None:

@@ -171,7 +171,7 @@ def test_a_replica_without_checks_compares_nothing() -> None:
 @pytest.mark.once_failed("71", "586", "2209", "3645")  # NaN that reached all ranks, or whose step was skipped
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [*range(DAMAGES), 586, 2209, 3645])
-def test_damage_to_one_rank_is_told_in_time_and_of_that_rank(seed: int) -> None:
+def test_damage_to_one_rank_is_reported_in_time_and_of_that_rank(seed: int) -> None:
     """Damage to any array at any moment of a step is reported, or it changes no bit of any rank at the end."""
     damage = drawn(seed)
     with_damage = outcome(damage)
@@ -196,7 +196,7 @@ def test_of_two_ranks_the_one_that_does_not_own_a_parameter_is_wrong(strategy: s
     run = _runs(2, TASK, strategy, flip, damaged)
     assert f"After step {FLIPPED_STEP} rank {damaged} holds other bits of parameter" in run.error
     assert f"than rank {1 - damaged}, which owns it; all were equal after step {FLIPPED_STEP - 1};" in run.error
-    assert run.steps == FLIPPED_STEP + 2  # told one step later
+    assert run.steps == FLIPPED_STEP + 2  # reported one step later
 
 
 @pytest.mark.parametrize("strategy", ["blocking", "sharded"])
@@ -323,9 +323,9 @@ BITS = [fault for fault in FAULTS if fault.name.startswith("a flipped bit of a p
 def test_a_job_ends_with_the_rank_and_the_name(fault: Fault, tmp_path: Path) -> None:
     prepare(tmp_path)
     outcome = run_fault(fault, tmp_path)
-    told = findings(tmp_path)
+    report = findings(tmp_path)
     assert outcome.code == 2, outcome.output
-    assert is_named(fault, outcome, told), (told, outcome.output)
+    assert is_named(fault, outcome, report), (report, outcome.output)
     (run,) = (tmp_path / "runs").iterdir()
     assert [path.name for path in sorted((run / "checkpoints").iterdir())] == ["checkpoint-00000001.h5"]
 
@@ -417,7 +417,7 @@ def test_a_flipped_bit_is_found_and_named(strategy: str, flip: Flip, emulated_de
 
 
 @pytest.mark.slow
-def test_nan_in_the_copy_of_one_rank_is_told_of_that_rank(emulated_device: EmulatedDeviceFactory) -> None:
+def test_nan_in_the_copy_of_one_rank_is_reported_of_that_rank(emulated_device: EmulatedDeviceFactory) -> None:
     """Although batch statistics of all ranks are not finite before the sums of what the step has read are sent."""
 
     def damage(replica: Replica) -> None:

@@ -72,7 +72,7 @@ def test_sums_are_in_rank_order_and_the_same_bits_everywhere(seed: int | None) -
 @everywhere
 @seeded
 @pytest.mark.parametrize("key", [0, 1])
-def test_reduce_scatter_gives_each_rank_its_part_of_the_sum(ranks: int, seed: int | None, key: int) -> None:
+def test_reduce_scatter_returns_its_part_of_the_sum_on_each_rank(ranks: int, seed: int | None, key: int) -> None:
     counts = uneven(key, ranks)
 
     def program(comm: ThreadCommunicator) -> np.ndarray:
@@ -89,7 +89,7 @@ def test_reduce_scatter_gives_each_rank_its_part_of_the_sum(ranks: int, seed: in
 @everywhere
 @seeded
 @pytest.mark.parametrize("in_place", [False, True])
-def test_allgather_gives_everyone_all_parts(ranks: int, seed: int | None, in_place: bool) -> None:
+def test_allgather_returns_all_parts_on_every_rank(ranks: int, seed: int | None, in_place: bool) -> None:
     counts = uneven(3, ranks)
     start = starts(counts)
 
@@ -125,7 +125,7 @@ def test_alltoall_transposes_the_parts(ranks: int, seed: int | None) -> None:
 
 @everywhere
 @seeded
-def test_nobody_leaves_a_barrier_before_all_have_come(ranks: int, seed: int | None) -> None:
+def test_no_rank_leaves_a_barrier_before_all_have_come(ranks: int, seed: int | None) -> None:
     came = [0] * ranks
 
     def program(comm: ThreadCommunicator) -> None:
@@ -180,7 +180,7 @@ def test_split_orders_by_key_and_talks_apart(ranks: int, seed: int | None) -> No
     def program(comm: ThreadCommunicator) -> tuple[int, int, float] | None:
         part = comm.split(None if comm.rank == 4 else comm.rank % 3, -comm.rank, "data")
         whole = np.array([1.0])
-        handle = comm.iallreduce(whole)  # travels beside the part's own
+        handle = comm.iallreduce(whole)  # travels at the same time as the part's own
         if part is None:
             wait(handle)
             return None
@@ -392,12 +392,12 @@ def test_messages_are_the_senders() -> None:
         assert counters["world", "irecv"] == Count(2, 0, 0)
 
 
-def test_communicators_are_told_apart_by_name() -> None:
+def test_communicators_are_distinguished_by_name() -> None:
     def program(comm: Communicator) -> None:
         split = comm.split(comm.rank // 2, comm.rank, "split")
         node = comm.split_shared_memory("node")
         assert split is not None
-        assert comm.split(None, 0, "nobody") is None
+        assert comm.split(None, 0, "none") is None
         assert (split.name, split.size, split.rank) == ("split", 2, comm.rank % 2)
         wait(split.iallreduce(np.zeros(2)), split.iallreduce(np.zeros(4)), comm.iallreduce(np.zeros(4)), node.ibarrier())
         assert comm.allgather_object(comm.rank) == [0, 1, 2, 3]
@@ -416,10 +416,10 @@ def test_communicators_are_told_apart_by_name() -> None:
             ("world", "broadcast_object"),
             ("world", "iallreduce"),
         ]
-        assert counters["nobody", "iallreduce"] == Count()
+        assert counters["none", "iallreduce"] == Count()
 
 
-def test_since_a_snapshot_gives_one_step() -> None:
+def test_since_a_snapshot_returns_one_step() -> None:
     counters = Counters()
     counters.add("world", "isend", 5, 5)
     counters.add("world", "ibarrier")

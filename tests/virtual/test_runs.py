@@ -176,7 +176,7 @@ seeded = pytest.mark.parametrize("seed", SEEDS)
 
 
 @seeded
-def test_operations_that_nobody_matched_are_reported_at_the_end(seed: int | None) -> None:
+def test_unmatched_operations_are_reported_at_the_end(seed: int | None) -> None:
     def program(comm: ThreadCommunicator) -> None:
         part = comm.split(0, comm.rank, "part")
         assert part is not None

@@ -75,7 +75,7 @@ def test_who_holds_up_a_broadcast_depends_on_whether_it_waits_for_all() -> None:
 
 @seeded
 def test_collectives_that_wait_for_each_other_on_two_communicators(seed: int | None) -> None:
-    """Each blocks in its own order: a split wait beside a data that nobody posts."""
+    """Each rank blocks in its own order: it waits for an operation that the other does not post."""
 
     def program(comm: ThreadCommunicator) -> None:
         split, data = comm.split(0, comm.rank, "split"), comm.split(0, comm.rank, "data")
@@ -249,7 +249,7 @@ Started = tuple[Handle, np.ndarray, np.ndarray]  # handle, what is received, wha
 
 
 def start_collective(comm: ThreadCommunicator, members: list[int], step: int, kind: int) -> Started:
-    """Post operation `step` among world ranks `members`; its serial definition beside it."""
+    """Post operation `step` among world ranks `members`; return it with its serial definition."""
     me, size = comm.rank, comm.size
     counts = [int(c) for c in np.random.default_rng(step).integers(0, 4, size)]
     begin = sum(counts[:me])
@@ -550,7 +550,7 @@ graphs = st.integers(1, 7).flatmap(
 
 
 def has_cycle(edges: dict[int, list[int]]) -> bool:
-    """By taking away nodes that wait for nobody who is left."""
+    """Take away nodes that wait for none of the rest; return whether some remain."""
     left = dict(edges)
     while free := [node for node, others in left.items() if not any(other in left for other in others)]:
         for node in free:

@@ -301,7 +301,7 @@ class Descriptor:
         return made
 
     def part(self, shape: Sequence[int], begin: Sequence[int] | None = None) -> Descriptor:
-        """Return the descriptor of a part of this memory: `shape` elements along each dim, from `begin`; default: from 0."""
+        """Return the descriptor of a part of this memory: `shape` elements along each dim, from `begin` (default: the first)."""
         label, begin = f"a part {tuple(shape)} of a descriptor", [0] * len(shape) if begin is None else begin
         create = "dnnl_memory_desc_create_submemory"
         return Descriptor(self.engine, self.engine.create(create, label, self.handle, dims(shape), dims(begin)))

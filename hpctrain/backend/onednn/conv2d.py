@@ -123,7 +123,7 @@ class Convolution:
         self.weight_gradient: WeightGradient | ProductWeightGradient | None = None
         if training and self.x.dtype == "float32":  # in bfloat16, the direct kernels are faster than Winograd's
             self._make_winograd(relu, input_gradient)
-        elif training and few_pixels(spec, self.x) and spec.channels_in >= engine.block:
+        elif training and copies_are_slow(spec, self.x) and spec.channels_in >= engine.block:
             self.weight_gradient = ProductWeightGradient(self)
 
     @property
@@ -257,12 +257,12 @@ def choose(
 
 
 # Maximum number of output pixels, over all images, for which matrix products are faster. They read or write the weights once,
-# without a copy; the library's convolutions copy them to blocks and back in every step.
+# without a copy; the library's convolutions copy them to blocks, and their gradient back, in every step.
 _FEW_PIXELS = 128
 
 
-def few_pixels(spec: Conv2dSpec, x: TensorSpec) -> bool:
-    """Return whether a convolution has so few pixels and so many weights that copies of the weights take as long as the kernels.
+def copies_are_slow(spec: Conv2dSpec, x: TensorSpec) -> bool:
+    """Return whether copies of the weights take about as long as the kernels: with few pixels, many weights and one group.
 
     The rule is fixed rather than measured at run time, so that all ranks choose alike.
     """
@@ -273,10 +273,10 @@ def few_pixels(spec: Conv2dSpec, x: TensorSpec) -> bool:
 def products_pay(spec: Conv2dSpec, x: TensorSpec) -> bool:
     """Return whether im2col and matrix products are faster than the library's kernels in all phases of training.
 
-    In bfloat16 they are faster only for the gradient of the weights (`ProductWeightGradient`): 1.1 to 3.3 times. Forward and the
-    input's gradient take 0.9 to 1.0 of the time of the products (ResNet-34 on 48 pixels).
+    In bfloat16 they are faster only for the gradient of the weights (`ProductWeightGradient`): 1.1 to 3.3 times. The library's
+    kernels for forward and the input's gradient take 0.9 to 1.0 of the time of the products (ResNet-34 on 48 pixels).
     """
-    return x.dtype == "float32" and math.prod(spec.window.kernel) > 1 and few_pixels(spec, x)
+    return x.dtype == "float32" and math.prod(spec.window.kernel) > 1 and copies_are_slow(spec, x)
 
 
 class ProductWeightGradient:
@@ -293,10 +293,11 @@ class ProductWeightGradient:
         pixels, label = count * height * width, f"{plan.label} backward weights"
         self._load_x = Copy(engine, label, plan.source, images(engine, x))
         self._load_y = Copy(engine, label, plan.destination, images(engine, y))
-        # NumPy has loops for 16-bit integers, but not for the numbers of ml_dtypes.
+        # NumPy copies 16-bit integers faster than the numbers of ml_dtypes.
         self._columns = Columns(x.shape, "uint16", spec.window, (height, width), column_bytes=2 * pixels * depth)
-        self._product = _Product(engine, label, ((k, pixels), "ba"), ((pixels, depth), "ab"))
-        self._sum = _Product(engine, f"{label}, bias", ((1, pixels), "ab"), ((pixels, k), "ab")) if spec.bias else None
+        self._product = _MatrixProduct(engine, label, ((k, pixels), "ba"), ((pixels, depth), "ab"))
+        bias = ((1, pixels), "ab"), ((pixels, k), "ab")
+        self._sum = _MatrixProduct(engine, f"{label}, bias", *bias) if spec.bias else None
         library_bytes = [each.scratchpad_bytes for each in (self._load_x, self._load_y, self._product, self._sum) if each]
         sizes = [((max(library_bytes),), "uint8"), ((x.size,), "uint16"), ((y.size,), "uint16")]
         self._requests: list[Request] = [*sizes, *self._columns.scratch]
@@ -314,8 +315,12 @@ class ProductWeightGradient:
         return CallSequence(works)
 
 
-class _Product:
-    """The float32 product of two bfloat16 matrices, each a shape and a format tag."""
+class _MatrixProduct:
+    """The float32 product of two bfloat16 matrices.
+
+    Args:
+        factors: shape and format tag of each matrix.
+    """
 
     def __init__(self, engine: Engine, label: str, *factors: tuple[tuple[int, int], str]) -> None:
         (rows, _), (_, columns) = (shape for shape, _ in factors)
@@ -340,20 +345,20 @@ class ProductConv2d(NumpyConv2d):
     def __init__(self, engine: Engine, spec: Conv2dSpec, x: TensorSpec, *, training: bool) -> None:
         super().__init__(spec, x, training=training, multiply=engine.multiply)
         regions = Regions(aligned(self.scratch_bytes))
-        self._turned = regions.add(spec.channels_out * self.columns.largest * self.inputs[0].item_bytes)
+        self._transposed = regions.add(spec.channels_out * self.columns.largest * self.inputs[0].item_bytes)
         self.scratch_bytes = regions.total_bytes
 
     def forward(self, context: StepContext) -> None:
         k = self.conv.channels_out
-        flat, room = self.buffers.output.reshape(-1, k), part(self.buffers.scratch, self._turned).view(self.dtype)
+        flat, room = self.buffers.output.reshape(-1, k), part(self.buffers.scratch, self._transposed).view(self.dtype)
         for chunk in self.chunks:
             chunk.fill()
-            turned = room[: k * (chunk.stop - chunk.start)].reshape(1, k, -1)
-            self.multiply(self.weight, chunk.matrix.transpose(0, 2, 1), turned)
+            transposed = room[: k * (chunk.stop - chunk.start)].reshape(1, k, -1)
+            self.multiply(self.weight, chunk.matrix.transpose(0, 2, 1), transposed)
             if self.conv.bias:
-                np.add(turned[0].T, self.buffers.parameters["bias"], out=flat[chunk.pixels])
+                np.add(transposed[0].T, self.buffers.parameters["bias"], out=flat[chunk.pixels])
             else:
-                np.copyto(flat[chunk.pixels], turned[0].T)
+                np.copyto(flat[chunk.pixels], transposed[0].T)
 
 
 _ADDING = "backward data, adding"
@@ -382,7 +387,7 @@ class Conv2dOperator(OutputReadOnce, ParameterCopies, FollowsOperator, LibraryOp
         self.primitives = plan.phases
         self._label = plan.label
         flips = plan.spec.window.kernel != (1, 1)
-        # Copies of single taps need no flipped kernel in scratch. They are faster if there are many weights.
+        # Copying tap by tap needs no flipped kernel in scratch, and is faster if there are many weights.
         self._flips_taps = flips and math.prod(plan.spec.weight_shape) >= MANY_WEIGHTS
         self._flips_whole = flips and not self._flips_taps
         self.inputs, self.output = (plan.x,), plan.y
@@ -395,7 +400,7 @@ class Conv2dOperator(OutputReadOnce, ParameterCopies, FollowsOperator, LibraryOp
         """Divide the scratch into the library's scratchpad, blocked weights or their gradient, and the flipped kernel."""
         plan = self._plan
         formats = [plan.weights]
-        turned_bytes = 0
+        flipped_bytes = 0
         if self._training:
             if plan.weight_gradient is None:
                 formats.append(plan.diff_weights)
@@ -403,11 +408,11 @@ class Conv2dOperator(OutputReadOnce, ParameterCopies, FollowsOperator, LibraryOp
                 formats.append(plan.backward_data_weights)
             if plan.adding is not None:
                 formats.append(plan.adding_weights)
-                turned_bytes = plan.plain_weights.size_bytes if self._flips_whole else 0
+                flipped_bytes = plan.plain_weights.size_bytes if self._flips_whole else 0
         regions = Regions()
         self._library_part = regions.add(max(primitive.scratchpad_bytes for primitive in plan.primitives))
         self._weights_part = regions.add(max(each.size_bytes for each in formats))
-        self._turned_part = regions.add(turned_bytes)
+        self._flipped_part = regions.add(flipped_bytes)
         others = (plan.winograd, plan.winograd_data, plan.weight_gradient)
         self.scratch_bytes = max(regions.total_bytes, *(0 if other is None else other.scratch_bytes for other in others))
 
@@ -425,7 +430,7 @@ class Conv2dOperator(OutputReadOnce, ParameterCopies, FollowsOperator, LibraryOp
         self._forward: Work = self._bind_forward(buffers, library, blocked)
         self._load_backward: Work | None = None
         self._backward_data: Work | None = None
-        self._turn: tuple[Array, Array] | None = None
+        self._flip: tuple[Array, Array] | None = None  # flipped kernel, and the view of the weights that is copied to it
         if buffers.gradients:
             self._bind_weights(buffers, library, blocked)
         if buffers.input_grads and buffers.input_grads[0] is not None:
@@ -450,9 +455,9 @@ class Conv2dOperator(OutputReadOnce, ParameterCopies, FollowsOperator, LibraryOp
         return plan.forward.bind(memories, library)
 
     def _prepare(self, use: str, source: Descriptor, plain: Array, target: Descriptor, room: Array) -> tuple[Work | None, Array]:
-        """Return (copy of the weights, array that the kernel reads).
+        """Return (copy of the weights, array that the kernel reads). The copy flips the kernel if `use` requires it.
 
-        The copy is None if both formats are the same, or if `self._first` has already made one.
+        The copy is None if both formats are the same and no kernel is flipped, or if `self._first` has already made one.
         """
         flips = use == _ADDING and self._flips_taps
         if source.equals(target) and not flips:
@@ -465,10 +470,10 @@ class Conv2dOperator(OutputReadOnce, ParameterCopies, FollowsOperator, LibraryOp
         if not flips:
             return Copy(self._engine, label, source, target).bind(plain, room), room
         k, r, s, channels = self._plan.spec.weight_shape
-        works = []
+        works, tap = [], (channels, k, 1, 1)
         for i, j in np.ndindex(r, s):
-            tap = source.part((channels, k, 1, 1), (0, 0, i, j)), target.part((channels, k, 1, 1), (0, 0, r - 1 - i, s - 1 - j))
-            works.append(Copy(self._engine, label, *tap).bind(plain, room))
+            formats = source.part(tap, (0, 0, i, j)), target.part(tap, (0, 0, r - 1 - i, s - 1 - j))
+            works.append(Copy(self._engine, label, *formats).bind(plain, room))
         return CallSequence(works), room
 
     def _leading(self, product: Product | None) -> tuple[Product, Array] | None:
@@ -509,12 +514,12 @@ class Conv2dOperator(OutputReadOnce, ParameterCopies, FollowsOperator, LibraryOp
         if buffers.accumulate[0]:
             assert plan.adding is not None
             if self._flips_whole:
-                turned = part(buffers.scratch, self._turned_part).view(weight.dtype).reshape(weight.shape)
-                self._turn = (turned, weight[:, ::-1, ::-1])
-                weight = turned
+                flipped = part(buffers.scratch, self._flipped_part).view(weight.dtype).reshape(weight.shape)
+                self._flip = (flipped, weight[:, ::-1, ::-1])
+                weight = flipped
             self._load_backward, weights = self._prepare(_ADDING, plan.transposed_weights, weight, plan.adding_weights, blocked)
             if self._load_backward is None and weights is not weight:
-                self._turn = None  # another operator has flipped them
+                self._flip = None  # another operator has flipped them
             self._backward_data = plan.adding.bind(
                 {
                     c.ARG_SRC: (plan.destination, buffers.output_grad),
@@ -558,8 +563,8 @@ class Conv2dOperator(OutputReadOnce, ParameterCopies, FollowsOperator, LibraryOp
         if self._backward_data is None:
             return
         self._mask_gradient()
-        if self._turn is not None:
-            np.copyto(*self._turn)
+        if self._flip is not None:
+            np.copyto(*self._flip)
         if self._load_backward is not None:
             self._load_backward()
         self._backward_data()

@@ -427,7 +427,7 @@ class FirstComeFirstServed(Priority):
 
 
 class GathersNeverOvertake(Priority):
-    """A mutant: every gather goes behind all reductions."""
+    """A mutant: every gather goes after all reductions."""
 
     streams = (Stream.GRADIENTS,)
 
@@ -491,7 +491,7 @@ def _front_wait(kind: type[Priority], sizes: Sequence[int], beta: float, ranks: 
 
 
 def _wire_seconds(elements: int, beta: float, ranks: int) -> float:
-    """Seconds of a reduction, or of a gather, of so many."""
+    """Return the seconds of a reduction, or of a gather, of `elements`."""
     return 4 * elements * beta * (ranks - 1) / ranks
 
 
@@ -518,7 +518,7 @@ def test_front_layers_overtake_what_late_layers_have_left_to_send(ranks: int) ->
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_a_gather_that_cannot_start_holds_up_no_reduction(ranks: int) -> None:
     """The last layer's data is let go late, once. Its gather waits, while all gradients are summed: after backward gathers alone
-    are left. On one stream its gather holds up the reductions behind it, which then cross the link after backward as well.
+    are left. On one stream its gather holds up the reductions after it, which then cross the link after backward as well.
     """
     sizes = (2000,) * 6
     beta = 5e-6 * ranks / (ranks - 1)

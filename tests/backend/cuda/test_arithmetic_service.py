@@ -185,7 +185,7 @@ SIZES = (0, 5, TILE + 3, 0, 7, 2 * TILE, 1, 0)
 
 
 def _placed(kernels: CudaKernelSet, dtype: str, sizes: tuple[int, ...] = SIZES) -> tuple[list[np.ndarray], list[DeviceArray]]:
-    """Arrays that lie one behind another, so that most do not begin where packs may."""
+    """Contiguous arrays, so that most do not begin where packs may."""
     flat = kernels.arithmetic.zeros(sum(sizes), dtype)
     kernels.arithmetic.from_host(flat, np.random.default_rng(3).standard_normal(sum(sizes)))
     stops = np.cumsum(sizes)
@@ -374,7 +374,7 @@ def test_what_is_remembered_is_what_is_there_at_that_point(cuda_kernels: CudaKer
     kernels.arithmetic.fill(arrays[2], 1)
     guard.remember()
     guard.compare()
-    kernels.arithmetic.fill(arrays[4], 1)  # behind the comparison
+    kernels.arithmetic.fill(arrays[4], 1)  # after the comparison
     assert not guard.fetch_changed().result().any()
     guard.compare()
     np.testing.assert_array_equal(np.flatnonzero(guard.fetch_changed().result()), [4])
@@ -449,7 +449,7 @@ def test_boxes_that_do_not_fit_are_refused(cuda_kernels: CudaKernelsFactory) -> 
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_a_fetch_gives_what_was_there(cuda_kernels: CudaKernelsFactory, seed: int) -> None:
+def test_a_fetch_returns_what_was_there(cuda_kernels: CudaKernelsFactory, seed: int) -> None:
     kernels = cuda_kernels(seed=seed)
     array = kernels.arithmetic.zeros(6, "float32").reshape(2, 3)
     buffers = FetchBuffers(kernels.runtime, array.nbytes)

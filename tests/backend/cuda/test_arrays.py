@@ -211,7 +211,7 @@ def test_products(
     assert bench.cublas.compute_type == compute_type
 
 
-def test_the_workspace_is_set_behind_the_stream_and_stays() -> None:
+def test_the_workspace_is_set_after_the_stream_and_stays() -> None:
     """Setting the stream takes it away."""
     bench = Bench()
     a = bench.place(bench.whole(2, 2), "float32")
@@ -255,7 +255,7 @@ def test_what_does_not_fit_is_refused() -> None:
 
 
 @pytest.mark.parametrize("function", ["create", "setStream", "setWorkspace", "setMathMode", "gemmEx"])
-def test_every_failure_is_told(function: str) -> None:
+def test_every_failure_is_reported(function: str) -> None:
     bench = Bench()
     bench.cublas.failing = function
     a = bench.place(bench.whole(2, 2), "float32")

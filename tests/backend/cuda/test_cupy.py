@@ -63,7 +63,7 @@ def test_the_device_is_the_one_of_the_index(load: Load) -> None:
         module.CupyDevice(4)
 
 
-def test_a_library_of_cuda_that_is_missing_is_told_in_one_line(load: Load) -> None:
+def test_a_library_of_cuda_that_is_missing_is_reported_in_one_line(load: Load) -> None:
     module, fake = load()
     fake.nvrtc.missing = True
     message = r"cuBLAS and NVRTC cannot be loaded \(Failure finding \"libnvrtc.so.13\": No such file\); install hpctrain\[gpu13\]"
@@ -81,7 +81,7 @@ def test_memory_is_zeroed_aligned_and_kept(load: Load) -> None:
     assert module.CupyDevice().allocate(0).size == 0
 
 
-def test_a_lack_of_memory_is_told(load: Load) -> None:
+def test_a_lack_of_memory_is_reported(load: Load) -> None:
     module, _ = load(free_bytes=1_000_000)
     message = r"Fake GPU has 1 MB of 1\.07 GB of memory free, but 2 GB more are needed; reduce batch"
     with pytest.raises(BackendError, match=message):
@@ -501,8 +501,8 @@ def test_slices_of_a_gpu_are_joined_by_an_nccl_that_tells_them_apart(load: Load,
     fake.nccl_version = version
     assert module.CupyDevice().link_fault() is None
     fake.name = "NVIDIA H100 80GB HBM3 MIG 3g.40gb"
-    told = module.CupyDevice().link_fault()
-    assert told == fault if fault is None else told.startswith(fault)
+    reported = module.CupyDevice().link_fault()
+    assert reported == fault if fault is None else reported.startswith(fault)
 
 
 def test_a_group_of_one_brings_what_it_has(load: Load, emulated_device: EmulatedDeviceFactory) -> None:
@@ -581,7 +581,7 @@ def test_all_hear_that_the_first_has_no_number(load: Load) -> None:
         device.join(_Peers(1, (None, "no network")), device.stream("between"))
 
 
-def test_nccl_that_is_not_there_is_told(load: Load) -> None:
+def test_nccl_that_is_not_there_is_reported(load: Load) -> None:
     module, _ = load(without_nccl=True)
     assert module.CupyDevice().link_fault().startswith("CuPy finds no NCCL, which the package nvidia-nccl-cu12 or")
     module, _ = load()

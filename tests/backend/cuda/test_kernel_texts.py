@@ -128,7 +128,7 @@ def compiled(log: str) -> Iterator[Compiled]:
 
 
 def run_nvcc(folder: Path, texts: dict[str, str], architecture: str) -> subprocess.CompletedProcess[str]:
-    """One compilation of all texts, which lie alone in a folder: no header of ours is beside them."""
+    """One compilation of all texts, which lie alone in a folder: no header of ours is next to them."""
     for name, text in texts.items():
         (folder / f"{name}.cu").write_text(text)
     assert NVCC is not None

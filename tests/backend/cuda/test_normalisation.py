@@ -119,7 +119,7 @@ def test_evaluation_uses_running_statistics(
 
 
 @pytest.mark.parametrize("wanted", [(True, False), (False, True), (False, False)])
-def test_gives_only_the_gradients_asked_for(cuda_kernels: CudaKernelsFactory, wanted: tuple[bool, bool]) -> None:
+def test_computes_only_the_gradients_asked_for(cuda_kernels: CudaKernelsFactory, wanted: tuple[bool, bool]) -> None:
     spec, inputs = BatchNormSpec(8, relu=True, add=True), [normal(3, 5, 8, seed=i) for i in range(2)]
     dy = normal(3, 5, 8, seed=4)
     _, expected, _ = results(make_bench(REFERENCE, spec, inputs, "float64"), dy, None)
@@ -170,7 +170,7 @@ def test_a_large_mean_costs_no_digits(cuda_kernels: CudaKernelsFactory, mean: fl
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("channels", [3, 16])
-def test_any_order_of_blocks_and_threads_gives_the_same_bits(cuda_kernels: CudaKernelsFactory, channels: int, dtype: str) -> None:
+def test_any_order_of_blocks_and_threads_has_the_same_bits(cuda_kernels: CudaKernelsFactory, channels: int, dtype: str) -> None:
     shape = (4, 9, 13, channels)
     inputs, dy = [normal(*shape, seed=i) for i in range(2)], normal(*shape, seed=4)
 
@@ -188,7 +188,7 @@ def test_any_order_of_blocks_and_threads_gives_the_same_bits(cuda_kernels: CudaK
             np.testing.assert_array_equal(one, other)
 
 
-def test_normalised_values_are_accurate_beside_a_large_mean(cuda_kernels: CudaKernelsFactory) -> None:
+def test_normalised_values_are_accurate_with_a_large_mean(cuda_kernels: CudaKernelsFactory) -> None:
     """With a mean of ten thousand deviations, whose own rounding would be felt in the fourth digit."""
     x, dy, spec = (normal(257, 24) + 1e4).astype(np.float32).astype(np.float64), normal(257, 24, seed=1) + 1, BatchNormSpec(24)
     y, expected, _ = results(make_bench(REFERENCE, spec, [x], "float64"), dy, None)

@@ -118,7 +118,7 @@ def test_winners_are_those_of_numpy(emulated_device, window: Window, channels: i
 
 @pytest.mark.parametrize("kind", ["max", "average"])
 def test_memory_that_does_not_fit_packs(emulated_device, kind: str) -> None:
-    """Eight channels that begin beside a multiple of 16 bytes."""
+    """Eight channels that do not begin at a multiple of 16 bytes."""
     spec, x = PoolSpec(kind, STEM), dyadic(2, 7, 9, 8)
     kernels = emulated_kernels("bfloat16")
     allocate = kernels.runtime.device.allocate

@@ -120,7 +120,7 @@ def test_a_relu_is_undone_once_whichever_half_of_backward_comes_first(cuda_kerne
         np.testing.assert_array_equal(other[name], values, name)
 
 
-def test_a_gradient_that_is_not_a_number_is_seen_behind_a_relu(cuda_kernels) -> None:
+def test_a_gradient_that_is_not_a_number_is_seen_after_a_relu(cuda_kernels) -> None:
     spec, shape = CASES[-3]
     x, parameters, dy = case(spec, shape)
     y = reference(spec, x, parameters, dy)["y"]
@@ -397,7 +397,7 @@ def test_bfloat16_rounds_the_sum_with_the_bias_once(emulated_device) -> None:
     np.testing.assert_array_equal(bench.forward(), np.full((3, 8), 1 + 2.0**-7))
 
 
-def test_a_linear_gradient_that_nobody_wants_is_not_computed(emulated_device) -> None:
+def test_an_unwanted_linear_gradient_is_not_computed(emulated_device) -> None:
     spec = LinearSpec(4, 4)
     bench = device_bench(emulated_kernels("float32"), spec, np.ones((3, 4)), linear_values(spec), wanted=[False])
     bench.forward()

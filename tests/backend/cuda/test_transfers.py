@@ -31,7 +31,7 @@ def _upload(kernels: CudaKernelSet, values: np.ndarray) -> DeviceArray:
 
 
 def _program(device: EmulatedDevice) -> np.ndarray:
-    """Operations as averaging has them: a slice leaves behind a kernel, the host replaces it, and kernels read what arrives."""
+    """Operations as averaging has them: a slice leaves after a kernel, the host replaces it, and kernels read what arrives."""
     kernels = _kernels(device)
     arithmetic, mirrors = kernels.arithmetic, kernels.arithmetic.mirrors()
     gradient, others, total = (_upload(kernels, np.full(64, value)) for value in (1.0, 5.0, 0.0))
@@ -108,7 +108,7 @@ def _covered(device: EmulatedDevice) -> list[np.ndarray]:
     found = []
     for step, (middle, end) in enumerate(_PARTS):
         sent, received = buffer[:middle], buffer[middle:end]
-        arithmetic.fill(sent, float(step + 1))  # packs, behind what the operation before has brought
+        arithmetic.fill(sent, float(step + 1))  # packs, after what the operation before has brought
         leaving, arriving = mirrors.mirror(sent), mirrors.mirror(received)
         transit = mirrors.leave([(leaving, sent)] if middle else [])
         while not transit.on_host():
@@ -298,7 +298,7 @@ def test_pixels_are_a_quarter_of_float32(emulated_device: EmulatedDeviceFactory)
 
 
 def _several(device: EmulatedDevice) -> list[np.ndarray]:
-    """Input of batches that are overwritten at once, made while nobody waits for any."""
+    """Input of batches that are overwritten at once, made while no wait for any is posted."""
     kernels = CudaKernelSet(CudaRuntime(device, device.stream("compute"), "float64"))
     targets = []
     for number in range(2 * RING + 1):
@@ -329,7 +329,7 @@ def test_each_wait_of_the_ring_matters(emulated_device: EmulatedDeviceFactory) -
 
 
 def _of_growing_sizes(device: EmulatedDevice) -> list[np.ndarray]:
-    """Input of resized images whose tables of taps become larger, and smaller again, made while nobody waits for any."""
+    """Input of resized images whose tables of taps become larger, and smaller again, made while no wait for any is posted."""
     kernels = CudaKernelSet(CudaRuntime(device, device.stream("compute"), "float64"))
     targets = []
     for seed, size in enumerate(GROWING):
@@ -340,7 +340,7 @@ def _of_growing_sizes(device: EmulatedDevice) -> list[np.ndarray]:
     return [kernels.arithmetic.to_host(target) for target in targets]
 
 
-def test_sizes_may_change_while_nobody_waits(emulated_device: EmulatedDeviceFactory) -> None:
+def test_sizes_may_change_while_no_wait_is_posted(emulated_device: EmulatedDeviceFactory) -> None:
     expected = [
         np.asarray(_resized_batch(seed, (6, 7, 3), size, interpolates=True, dtype="float64")) for seed, size in enumerate(GROWING)
     ]

@@ -79,7 +79,7 @@ def test_the_bits_are_the_hosts(cuda_kernels: CudaKernelsFactory, dtype: str, fa
 
 @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
-def test_any_cut_into_runs_gives_the_hosts_bits(cuda_kernels: CudaKernelsFactory, data: st.DataObject) -> None:
+def test_any_cut_into_runs_has_the_hosts_bits(cuda_kernels: CudaKernelsFactory, data: st.DataObject) -> None:
     """Places in the state are packed in the order of the runs, as those of an owner's are."""
     cuts = sorted(data.draw(st.sets(st.integers(0, SIZE), min_size=2, max_size=12)))
     numbers = st.floats(0, 4, width=32)

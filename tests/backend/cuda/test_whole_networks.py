@@ -302,7 +302,7 @@ def test_gradients_are_those_of_numpy(
 
 
 def test_bfloat16_rounds_activations_and_little_else(cuda_kernels: CudaKernelsFactory, expected: dict[str, np.ndarray]) -> None:
-    """Against float64 that rounds each activation and its gradient, itself 10 to 20 % away from float64 that does not. Behind the
+    """Against float64 that rounds each activation and its gradient, itself 10 to 20 % away from float64 that does not. After the
     convolutions nothing differs; before them weights' gradients by their own rounding, and activations in few last places."""
     actual, possible = gradients(cuda_kernels("bfloat16"), "bfloat16"), gradients(Rounding(), "float64")
     distance = distances(actual, {name: possible[name] for name in expected})

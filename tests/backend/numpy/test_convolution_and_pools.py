@@ -225,7 +225,7 @@ def direct_gradient(spec: PoolSpec, x: np.ndarray, dy: np.ndarray) -> np.ndarray
         values = x[:, rows, columns].reshape(x.shape[0], -1, x.shape[3]) if rows.size * columns.size * len(x) else None
         for n, c in np.ndindex(x.shape[0], x.shape[3]):
             if values is not None:
-                r, s = divmod(int(values[n, :, c].argmax()), columns.size)  # argmax gives the first of equals
+                r, s = divmod(int(values[n, :, c].argmax()), columns.size)  # argmax returns the first of equals
                 dx[n, rows[r, 0], columns[0, s], c] += dy[n, o, p, c]
     return dx
 
@@ -292,7 +292,7 @@ def test_a_window_of_256_taps_has_a_winner() -> None:
 
 @pytest.mark.parametrize("training", [False, True])
 def test_nan_passes_a_maximum(training: bool) -> None:
-    """A network that diverged must not look healthy behind a pool."""
+    """A network that diverged must not look healthy after a pool."""
     x = distinct(1, 6, 6, 2)
     x[0, 3, 3, 1] = np.nan
     y = OperatorBench(KERNELS, PoolSpec("max", Window((2, 2), (2, 2), (0, 0, 0, 0))), [x], training=training).forward()

@@ -68,7 +68,7 @@ def test_add(shape: tuple[int, ...], relu: bool, in_place: bool, accumulate: boo
 
 
 @pytest.mark.parametrize("wanted", [(True, False), (False, True), (False, False)])
-def test_add_gives_only_the_gradients_asked_for(wanted: tuple[bool, bool]) -> None:
+def test_add_computes_only_the_gradients_asked_for(wanted: tuple[bool, bool]) -> None:
     a, b, dy = (far_from_zero(3, 7, 5, seed=i) for i in range(3))
     bench = OperatorBench(KERNELS, AddSpec(), [a, b], wanted=wanted)
     bench.forward()
@@ -268,7 +268,7 @@ def test_every_spec_in_both_dtypes(spec: Spec, count: int, dtype: str, training:
 
 
 @pytest.mark.parametrize(("spec", "count"), SPECS)
-def test_a_second_step_gives_the_same(spec: Spec, count: int) -> None:
+def test_a_second_step_computes_the_same(spec: Spec, count: int) -> None:
     """Operators keep no state from step to step but their buffers."""
     xs = inputs(spec, count, INPUT_SHAPES.get(type(spec), (3, 7, 9, 8)), "float64")
     bench = OperatorBench(KERNELS, spec, xs, parameters=default_parameters(spec, "float64"))
@@ -302,7 +302,7 @@ def test_a_step_allocates_only_what_is_small(spec: Spec, count: int) -> None:
     assert peak < 1 << 19
 
 
-def test_flatten_only_names_memory_anew() -> None:
+def test_flatten_only_renames_memory() -> None:
     x = np.random.default_rng(0).standard_normal((3, 7, 9, 2))
     bench = OperatorBench(KERNELS, FlattenSpec(), [x])
     assert isinstance(bench.operator, InputView)

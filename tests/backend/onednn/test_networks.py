@@ -181,7 +181,7 @@ def test_a_refused_execution_is_an_error(onednn: OnednnKernelSet) -> None:
 
 
 def wide() -> Layer:
-    """Convolutions with so many channels that they run as Winograd's."""
+    """Convolutions with enough channels to run as Winograd's."""
     convolutions = {"conv1": Conv2d(3, 256, 3, 2), "conv2": Conv2d(256, 256, 3, padding=1)}
     return Sequential({**convolutions, "pool": AdaptiveAveragePool(1), "flatten": Flatten()})
 
@@ -253,7 +253,7 @@ def test_one_pool_of_threads_works() -> None:
 
 
 def separable() -> Layer:
-    """A convolution of each channel and one of 1x1, both behind few channels whose gradient somebody asks for."""
+    """A convolution of each channel and one of 1x1, both after few channels whose gradient is asked for."""
     convolutions = {"depthwise": Conv2d(3, 3, 3, 2, padding=1, groups=3, bias=False), "pointwise": Conv2d(3, 32, 1, bias=False)}
     return Sequential({**convolutions, "bn": BatchNorm(32), "relu": ReLU(), "flatten": Flatten(), "fc": Linear(32 * 5 * 4, 5)})
 
@@ -272,13 +272,13 @@ def results_of(model: Layer, kernels: KernelSet, dtype: str = "float32") -> dict
     return logits | {name: parameter.grad for name, parameter in network.parameters.items()}
 
 
-def test_a_convolution_of_few_channels_behind_another_runs_no_plain_loops(onednn: KernelSet) -> None:
+def test_a_convolution_of_few_channels_after_another_runs_no_plain_loops(onednn: KernelSet) -> None:
     (executed,) = profile(lambda: results_of(separable(), onednn), 1)
     assert any(one.kind == "convolution" and one.propagation == "backward_data" for one in executed)
     assert [one for one in executed if one.implementation.startswith("ref")] == []
 
 
-def test_random_convolutions_behind_another_have_fast_kernels_in_every_phase(onednn: KernelSet) -> None:
+def test_random_convolutions_after_another_have_fast_kernels_in_every_phase(onednn: KernelSet) -> None:
     chance = random.Random(0)
     tried = 0
     while tried < 60:
@@ -333,7 +333,7 @@ def test_a_report_names_what_numpy_computes_and_why(onednn: KernelSet) -> None:
     assert fallbacks(program) == (6, {"oneDNN has no such operation": ["drop"]})
 
 
-#: A value nearer to zero before a ReLU may round to either side, and the gradient behind it is another one: no error of a kernel.
+#: A value nearer to zero before a ReLU may round to either side, and the gradient before it is another one: no error of a kernel.
 MARGIN = 3e-6
 
 SEEDS = range(30)
@@ -423,7 +423,7 @@ def test_the_prefix_comes_before_the_loaders_paths(monkeypatch: pytest.MonkeyPat
     assert binding.candidates() == [str(tmp_path / "lib" / "libdnnl.so.3"), "libdnnl.so.3"]
 
 
-def test_nobody_is_asked_for_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_library_is_not_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """No ldconfig, no compiler: a look starts no process, whether or not the library is there."""
 
     def refuse(*arguments: object, **keywords: object) -> None:

@@ -125,7 +125,7 @@ def test_relu_after_a_convolution_or_linear_layer(
 def rectified(
     reference: KernelSet, spec: Conv2dSpec | LinearSpec, x: np.ndarray, parameters: dict[str, np.ndarray], dy: np.ndarray
 ) -> Result:
-    """With a ReLU behind it, in float64."""
+    """Run the operation with a ReLU after it, in float64."""
     before = run(reference, spec, [x], parameters=parameters, output_grad=dy, dtype="float64").output
     wanted = run(reference, spec, [x], parameters=parameters, output_grad=dy * (before > 0), dtype="float64")
     wanted.output = np.maximum(before, 0)

@@ -88,7 +88,7 @@ def test_adds_to_the_gradient(onednn: KernelSet, reference: KernelSet, size: tup
 
 
 @pytest.mark.usefixtures("everywhere")
-def test_relu_behind_it(onednn: KernelSet, reference: KernelSet) -> None:
+def test_relu_after_it(onednn: KernelSet, reference: KernelSet) -> None:
     spec = conv(16, 16)
     x, parameters, dy = arrays(spec, (3, 9, 7, 16))
     ours = run(onednn, WithRelu(spec), [x], parameters=parameters, output_grad=dy)
@@ -126,7 +126,7 @@ def test_rows_of_tiles_equal_the_reference(
     top: int,
     bottom: int,
 ) -> None:
-    """All paddings above and below, beside other ones left and right."""
+    """All paddings above and below, with other ones left and right."""
     monkeypatch.setattr(Tiling, "pays", lambda self, speed: True)
     monkeypatch.setattr(winograd, "_CHUNK_BYTES", CHUNK_BYTES[budget])
     spec = conv(16, 16, (top, bottom, bottom, 2 - top))

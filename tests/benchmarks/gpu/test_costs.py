@@ -151,7 +151,7 @@ def test_graphs_are_fused_as_the_cuda_set_fuses_them() -> None:
         assert kernels.fuse(graph_of_plain(model), training=True) == graph_of(model, 2)
 
 
-def test_weight_gradients_are_cast_beside_bfloat16_only() -> None:
+def test_weight_gradients_are_cast_with_bfloat16_only() -> None:
     assert [Sizes.of(precision).cast for precision in ("bfloat16", "tf32", "float32")] == [True, False, False]
     kinds = {work.kind for _, work in costs(graph_of("resnet18", 1), "tf32")}
     assert "convolution weight" in kinds

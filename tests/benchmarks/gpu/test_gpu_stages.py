@@ -399,7 +399,7 @@ def tf32(values: np.ndarray) -> np.ndarray:
 
 
 class CaseInTf32(Case):
-    """Factors are rounded to TF32 before they are multiplied, as a library does that was not told to keep float32."""
+    """Factors are rounded to TF32 before they are multiplied, as a library does unless it must keep float32."""
 
     def inputs(self, fine: bool = False) -> list[np.ndarray]:
         return [tf32(values) for values in super().inputs(fine)]
@@ -536,7 +536,7 @@ def pixels_report(tmp_path: Path) -> StageReport:
 
 
 @pytest.mark.parametrize("precision", ["float64", "float32", "bfloat16"])
-def test_bits_are_compared_and_a_rate_is_told(
+def test_bits_are_compared_and_a_rate_is_reported(
     emulated_device: EmulatedDeviceFactory, pixels_report: StageReport, precision: Precision
 ) -> None:
     kernels = kernel_set(emulated_device(2), precision)
@@ -570,8 +570,8 @@ def test_windows_show_what_they_should() -> None:
         top, left = int(window["top"]), int(window["left"]) - (0 if number % 2 else batch.size[1] - 1)
         shown = image[top : top + batch.size[0], left : left + batch.size[1]].astype(float)
         shown = shown if number % 2 else shown[:, ::-1]
-        (above, below), (before, behind) = window["filled"].tolist()
-        shown[above:below, before:behind] = 0.5
+        (above, below), (before, after) = window["filled"].tolist()
+        shown[above:below, before:after] = 0.5
         np.testing.assert_array_equal(plain[number], shown)
 
 
@@ -627,7 +627,7 @@ def test_every_convolution_asks_for_its_plans(model: str, of_images: list[str]) 
     assert len(recorder.plans) == 3 * len(shapes) - len(of_images) // 2
 
 
-def test_a_plan_that_is_missing_is_told_and_the_others_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_that_is_missing_is_reported_and_the_others_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
     device = EmulatedDevice()
     plan = device.convolution
 

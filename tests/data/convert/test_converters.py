@@ -299,7 +299,7 @@ def test_claims_are_refused_before_anything_is_read(tmp_path, monkeypatch):
         converted(tmp_path / "a.h5")
 
 
-def test_a_file_of_another_program_or_a_part_of_one_that_is_missing_is_told(tmp_path):
+def test_a_file_of_another_program_or_a_part_of_one_that_is_missing_is_reported(tmp_path):
     for libver in ("earliest", "latest"):
         with pytest.raises(DataError, match=r"is an HDF5 file, but not a data file of hpctrain.*; make one with .* convert hdf5"):
             ImageFile.open(written(tmp_path / "a.h5", libver=libver))

@@ -117,7 +117,7 @@ def test_labels_without_a_gap_are_named_by_number():
         common.numbered_names(np.array([1, 0]), "a file", 3)
 
 
-def test_a_terminal_is_not_told_what_to_do():
+def test_a_terminal_receives_no_advice():
     said = str(LeftOut("hidden", tuple(f"{number}\x1b[31m\n\u202e\udcff" for number in range(8))))
     assert said == "left out, hidden: 8 (" + ", ".join(rf"{n}\x1b[31m\n\u202e\udcff" for n in range(5)) + ", and 3 more)"
     assert said.isprintable()
@@ -297,7 +297,7 @@ def test_a_class_without_an_image_must_be_named(tmp_path):
     assert not (tmp_path / "b.h5").exists()
 
 
-def test_a_directory_in_two_classes_is_told(tmp_path, caplog):
+def test_a_directory_in_two_classes_is_reported(tmp_path, caplog):
     root = make_tree(tmp_path / "tree", classes=("ant", "bee"), count=1)
     (root / "dog").symlink_to(root / "ant")
     assert [label for _, label in folder.scan(root).files] == [0, 1, 2]
@@ -336,14 +336,14 @@ def form(request):
 
 
 def write(form, path, given, skip=False, source="x"):
-    told = []
+    counts = []
     with form.writer(path, len(given), SHAPE, list("abc"), source) as writer:
         begin = writer.done
-        found = pack(writer, given[begin:], told.append, skip=skip)
+        found = pack(writer, given[begin:], counts.append, skip=skip)
         skipped = writer.skipped
         if not skip and found:
             raise DataError("unreadable")
-    assert sum(told) == len(given) - begin
+    assert sum(counts) == len(given) - begin
     return begin, found, skipped
 
 

@@ -62,7 +62,7 @@ def test_a_chain_reuses_two_buffers() -> None:
 
 
 def test_memory_between_two_spans_is_used() -> None:
-    """What is made again for backward leaves its memory to others in between, and to nobody while it lives."""
+    """What is made again for backward leaves its memory to others in between, and to none while it lives."""
     twice, between, first, second = Block(1024, 0, 1, ((8, 9),)), Block(1024, 2, 7), Block(1024, 1, 2), Block(1024, 7, 8)
     assert pack([twice, between])[1] == 1024
     for other in (first, second):
@@ -132,7 +132,7 @@ def _step(network: Network, *, input_gradient: bool) -> dict[str, np.ndarray]:
 @pytest.mark.sample(5)
 @pytest.mark.parametrize("input_gradient", [False, True])
 @pytest.mark.parametrize("name", NETWORKS)
-def test_nobody_reads_what_is_not_in_use(kernels: KernelSet, name: str, input_gradient: bool) -> None:
+def test_memory_that_is_not_in_use_is_not_read(kernels: KernelSet, name: str, input_gradient: bool) -> None:
     build, side = NETWORKS[name]
     network = Network(build(), (side, side - 1 if side == 9 else side, 3), kernels)
     expected = _step(network, input_gradient=input_gradient)

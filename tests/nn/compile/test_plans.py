@@ -42,7 +42,7 @@ def _without_operators(plan: ExecutionPlan) -> dict[str, object]:
 
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("network", GRAPHS)
-def test_the_same_graph_gives_the_same_plan(network: str, training: bool) -> None:
+def test_the_same_graph_has_the_same_plan(network: str, training: bool) -> None:
     first, second = (compile_graph(GRAPHS[network](), NumpyKernelSet(), training=training) for _ in range(2))
     assert _without_operators(first) == _without_operators(second)
 
@@ -145,7 +145,7 @@ def test_a_path_begins_at_what_is_kept_and_ends_at_what_is_wanted() -> None:
     steps = steps_of("wide", OnednnKernelSet())
     recomputed = recomputed_tensors(steps)
     paths = [(tensor, recompute_path(steps, recomputed, tensor)) for tensor in recomputed]
-    assert max(len(path) for _, path in paths) > 1  # a copy in another layout behind a halo
+    assert max(len(path) for _, path in paths) > 1  # a copy in another layout after a halo
     for tensor, path in paths:
         assert steps.steps[path[-1]].output == tensor
         assert steps.steps[path[0]].inputs[0] not in recomputed
@@ -170,7 +170,7 @@ def _in_place(plan: ExecutionPlan) -> dict[str, tuple[bool, bool]]:
     }
 
 
-def test_a_relu_works_in_place_behind_a_convolution_and_not_where_a_sum_reads_its_input() -> None:
+def test_a_relu_works_in_place_after_a_convolution_and_not_where_a_sum_reads_its_input() -> None:
     assert _in_place(_shared_plan("plain"))["relu1"] == (True, True)
     assert _in_place(_shared_plan("preactivation"))["block.relu"] == (False, False)
 
@@ -199,7 +199,7 @@ def test_a_gradient_is_complete_when_all_readers_have_added_to_it() -> None:
     assert facts.complete_gradient(facts.plan.output) == gradient(facts.plan.output, frozenset({LOSS}))
 
 
-def test_behind_a_view_the_gradient_is_that_of_its_output() -> None:
+def test_after_a_view_the_gradient_is_that_of_its_output() -> None:
     facts = _facts("plain")
     k, flatten = next((k, step) for k, step in enumerate(facts.plan.steps) if step.name == "flatten")
     assert facts.grad_owner(flatten.inputs[0]) == flatten.output

@@ -61,7 +61,7 @@ def test_capacity_is_room_for_as_many() -> None:
     assert _ends([(0.0, 1.0, 1.0)] * 4, capacity=2) == pytest.approx([2.0] * 4)
 
 
-def test_a_weight_counts_as_so_many_jobs() -> None:
+def test_a_weight_counts_as_a_number_of_jobs() -> None:
     assert _ends([(0.0, 1.0, 3.0)]) == pytest.approx([3.0])
     assert _ends([(0.0, 1.0, 3.0), (0.0, 2.0, 1.0)])[1] == pytest.approx(_ends([(0.0, 1.0, 1.0)] * 3 + [(0.0, 2.0, 1.0)])[3])
 
@@ -72,7 +72,7 @@ def test_a_busy_resource_loses_no_time() -> None:
     assert max(_ends(jobs)) == pytest.approx(min(begin for begin, _, _ in jobs) + sum(seconds for _, seconds, _ in jobs))
 
 
-def test_a_load_slows_and_a_stopped_job_gives_back_its_rate() -> None:
+def test_a_load_slows_and_a_stopped_job_returns_its_rate() -> None:
     loop = EventLoop()
     resource, ends, left = SharedResource(loop, 1.0), list[float](), list[float]()
     resource.start(2.0, 1.0, lambda: ends.append(loop.now))
@@ -125,7 +125,7 @@ def _work_ends(count: float, ranks: int, *works: tuple[float, float], waiting: f
     return ends
 
 
-def test_ranks_with_cores_of_their_own_disturb_nobody() -> None:
+def test_ranks_with_cores_of_their_own_disturb_no_other_rank() -> None:
     assert _work_ends(4, 4, (1.0, 4), (2.0, 4), waiting=4, charged=1.0) == [1.0, 2.0]
 
 
@@ -217,7 +217,7 @@ def test_a_grant_can_be_withdrawn() -> None:
     assert lane.allowed(1.0) == pytest.approx(-0.25)
 
 
-def test_shorter_messages_pass_a_long_one_behind_what_is_on_its_way() -> None:
+def test_shorter_messages_pass_a_long_one_after_what_is_on_its_way() -> None:
     loop = EventLoop()
     lane = Lane(SharedResource(loop, 1.0))
     long, *short = _Message(loop, lane, 10.0, yields=True), _Message(loop, lane, 1.0), _Message(loop, lane, 2.0)
@@ -251,7 +251,7 @@ def _end(
     looks: tuple[float, ...] = (),
     waits_from: float | None = None,
 ) -> float | None:
-    """The end of a stage that takes so many seconds of the wire; None: never."""
+    """Return the end of a stage that takes `seconds` of the wire, or None if it does not end."""
     loop, ends, attention = EventLoop(), list[float](), Attention(lambda: None)
     lane = Lane(SharedResource(loop, 1.0))
     stage = CollectiveStage(True, latency, seconds, 1.0, 0.0, rounds, unattended_bytes=unattended, polls=polls)
@@ -346,7 +346,7 @@ def test_further_tests_of_a_poll_let_a_little_more_move() -> None:
     assert ends == [pytest.approx(30.05)]
 
 
-def test_messages_that_move_while_nobody_waits_are_paid_later() -> None:
+def test_messages_that_move_while_no_rank_waits_are_paid_later() -> None:
     loop = EventLoop()
     attention, lane = Attention(lambda: None), Lane(SharedResource(loop, 1.0))
     stage = CollectiveStage(True, 0.0, 4.0, 1.0, 1.0, 1, unattended_bytes=10)

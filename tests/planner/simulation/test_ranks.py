@@ -258,7 +258,7 @@ def test_norms_of_some_slices_are_prepared_and_sent_by_themselves() -> None:
     norms = [Operation(OperationKind.NORMS, start, Stream.NORMS) for start in (1, 0)]
     schedule = replace(schedule, operations=(*reductions, *norms, *gathers))
     rate = {OperatorClass.MEMORY: OperatorRate(1.0, 100.0, 0.0)}
-    late, front, *behind = group_tasks(_group(schedule), replace(MACHINE, rates=rate), 0.0).operations[len(reductions) :]
+    late, front, *later = group_tasks(_group(schedule), replace(MACHINE, rates=rate), 0.0).operations[len(reductions) :]
     # The first rank owns 5, 11 and 16 elements: sums are copied (read and written), and squares take eight accesses.
     assert late.prepare_seconds == pytest.approx((2 + 8) * (11 + 16) * ITEM_BYTES / 100)
     assert front.prepare_seconds == pytest.approx((2 + 8) * 5 * ITEM_BYTES / 100)
@@ -266,7 +266,7 @@ def test_norms_of_some_slices_are_prepared_and_sent_by_themselves() -> None:
         assert task.stages == collective_costs.stages(MACHINE, OperationKind.NORMS, 16 * parameters, placement(2))
         assert task.stream is Stream.NORMS
     at = {1: len(reductions), 2: len(reductions), 0: len(reductions) + 1}
-    for task in behind:
+    for task in later:
         assert task.prepare_seconds == 0.0
         assert at[task.slice] in task.operations
         assert not set(at.values()) - {at[task.slice]} & set(task.operations)
