@@ -51,7 +51,7 @@ def test_the_step_at_which_hashes_part_is_reported_to_people_and_programs(tmp_pa
     done = CliRunner().invoke(compare, paths)
     assert done.exit_code == 0, done.output
     text = " ".join(done.output.split())
-    assert f"the same bits as {runs[0].path.name} up to step 10; first difference by step 20 in layer2.0.conv1.weight" in text
+    assert "the same bits as run 1 up to step 10; first difference by step 20 in layer2.0.conv1.weight" in text
     assert max(map(len, done.output.splitlines())) <= 80
     (bits,) = json.loads(CliRunner().invoke(compare, [*paths, "--json"]).output)["bits"]
     assert (bits["step"], bits["same_step"], bits["by"]) == (20, 10, "hashes")
@@ -64,7 +64,7 @@ def test_a_page_of_both_is_written_on_request(tmp_path: Path) -> None:
     runs = [str(write_run(tmp_path).path) for _ in range(2)]
     done = CliRunner().invoke(compare, [*runs, "--out", str(tmp_path / "both.html")])
     assert done.exit_code == 0, done.output
-    assert "both.html: 0." in done.output
+    assert "both.html: " in done.output
     assert (tmp_path / "both.html").read_text().startswith("<!DOCTYPE html>")
 
 

@@ -12,6 +12,7 @@ from click.testing import CliRunner
 
 from hpctrain.cli.runs import report
 from hpctrain.core.errors import ConfigError
+from hpctrain.core.text import size_text
 from tests.support.here import run_here
 from tests.support.runs import CLASSES, train, write_run, write_trace
 
@@ -23,7 +24,7 @@ def test_a_page_lies_in_the_run_unless_said_otherwise(tmp_path: Path) -> None:
     done = CliRunner().invoke(report, [str(run.path), "--png", str(tmp_path / "figures")])
     assert done.exit_code == 0, done.output
     assert done.output.splitlines() == [
-        f"{run.path / 'report.html'}: {(run.path / 'report.html').stat().st_size / 1e6:.2f} MB",
+        f"{run.path / 'report.html'}: {size_text((run.path / 'report.html').stat().st_size)}",
         f"{tmp_path / 'figures'}: 7 pictures",
     ]
     names = {path.name for path in (tmp_path / "figures").iterdir()}

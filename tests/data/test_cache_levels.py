@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from hpctrain.comm.base import SingleCommunicator
 from hpctrain.comm.shared_memory import SharedMemory
+from hpctrain.core.text import size_text
 from hpctrain.data import local_copy
 from hpctrain.data.cache import FillingPlan, NodeRank, ReadCounts, SampleCache, bytes_for, held_in
 from hpctrain.data.image_file import ImageFile
@@ -470,12 +471,12 @@ def test_a_small_disk_gets_a_part_and_a_full_one_nothing(
     monkeypatch.setattr(local_copy.os, "fstatvfs", lambda descriptor: status(10 * size, 1))
     local = open_local(ALONE, file, request(tmp_path))
     assert local.copy is not None
-    assert (local.copy.count, local.denied) == (9, f"{tmp_path} has room for {9 * size / 1e9:.3g} GB")
+    assert (local.copy.count, local.denied) == (9, f"{tmp_path} has room for {size_text(9 * size)}")
     asked = open_local(ALONE, file, request(tmp_path, limit=4 * size + 1))
     assert asked.copy is not None
     assert (asked.copy.count, asked.denied) == (4, "")
     monkeypatch.setattr(local_copy.os, "fstatvfs", lambda descriptor: status(0, 4096))
-    assert open_local(ALONE, file, request(tmp_path)) == LocalFile(denied=f"{tmp_path} has room for 0 GB")
+    assert open_local(ALONE, file, request(tmp_path)) == LocalFile(denied=f"{tmp_path} has room for 0 bytes")
 
 
 def test_the_environment_of_the_node_names_the_directory(

@@ -143,7 +143,7 @@ def _run(world: Communicator, tracer: Tracer, directory: Path) -> list[str]:
         replica.step(batch, task.lr)
         replica.settle()
         steps.after_step(Position(), usual=True)
-    return report.finish(directory, {"kernels": "numpy"})
+    return report.finish(directory, {"kernels": "numpy"}, width=80)
 
 
 @pytest.mark.parallel([1, 2, 3])

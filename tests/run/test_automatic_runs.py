@@ -432,7 +432,7 @@ def test_one_process_writes_a_machine_and_says_what_it_could_not_measure(tmp_pat
     printed = capsys.readouterr().out
     words = " ".join(printed.split())
     assert "not measured: one node" in words
-    assert "10.0 Gflop/s, 2.0 GB/s, 3 us per call" in words
+    assert "10.0 Gflop/s, 2 GB/s, 3 us per call" in words
 
 
 def test_rates_of_one_thread_are_measured_under_a_limit_of_one_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -60,6 +60,7 @@ from hpctrain_testing.virtual.communicator import ThreadCommunicator
 from hpctrain_testing.virtual.run import run_virtual, virtual_engine
 from tests.support import nets, network_state, run_in_process
 from tests.support.runs import CLASSES, GRIDS, TrainedRun, train, train_virtual, work_virtual
+from tests.support.tiny_runs import whole_lines
 from tests.support.training import Task, assemble, replica_of
 
 SAMPLES = 21
@@ -565,7 +566,7 @@ def newest(folder: Path) -> dict[str, np.ndarray]:
 def test_a_run_is_fine_tuned_and_resumes_without_the_file(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_in_process.train(folder, *overrides(folder))
     whole = newest(folder)
-    said = capsys.readouterr().out
+    said = whole_lines(capsys.readouterr().out)
     assert f"weights of {folder}/w.safetensors, without classifier.fc2.*" in said
     assert "2 layers frozen:" in said
     run_in_process.train(folder, *overrides(folder), steps=2)

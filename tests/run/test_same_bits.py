@@ -34,6 +34,7 @@ from hpctrain_testing.virtual.run import run_virtual
 from tests.run.test_saved_runs import write_images
 from tests.support.jobs import Outcome
 from tests.support.runs import _rank, train_virtual
+from tests.support.tiny_runs import whole_lines
 
 pytestmark = pytest.mark.slow
 SAMPLES, BATCH, SEED = 75, 16, 7
@@ -119,7 +120,7 @@ def test_stop_ends_the_run_after_its_last_checkpoint(folder: Path) -> None:
 def test_skip_leaves_a_step_out_and_a_resume_goes_on_alike(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     bad = {"rank": 1, "steps": [0, 3, 6]}
     _train(folder, 2, bad, "on_nonfinite=skip", f"output={folder}/whole")
-    said = capsys.readouterr().out
+    said = whole_lines(capsys.readouterr().out)
     for words in (
         "step 4 skipped: layer ",
         "(on rank 1 of 2)",
@@ -146,7 +147,7 @@ def test_too_many_skips_in_a_row_end_the_run(folder: Path) -> None:
 def _assert_went_back(folder: Path, said: str) -> None:
     (record,) = _records(_run(folder), "rollback")
     assert (record["step"], record["from_step"], record["samples"], record["order"]) == (6, 9, BATCH, 1)
-    assert "went back from step 9 to step 6, continuing with order 1 of the samples: Layer" in said
+    assert "went back from step 9 to step 6, continuing with order 1 of the samples: Layer" in whole_lines(said)
     assert [record["step"] for record in _records(_run(folder), "interval")] == list(range(1, 11))
     assert _last(_run(folder)).meta["position"]["reorderings"] == [[1, BATCH, 1]]
 

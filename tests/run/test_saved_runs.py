@@ -37,6 +37,7 @@ from hpctrain_testing.virtual.run import run_virtual, virtual_engine
 from tests.support import nets
 from tests.support.jobs import Outcome, run_job
 from tests.support.runs import make_run, train_virtual
+from tests.support.tiny_runs import whole_lines
 from tests.support.training import Task, batches, replica_of
 
 CONFIG = """
@@ -169,7 +170,7 @@ def test_a_disk_that_hangs_does_not_end_the_training_and_is_reported_at_its_end(
     outcome = train(folder, 0, *more, fault="time.sleep(1000)")
     assert outcome.code == 2, outcome.output
     assert "epoch 2/2" in outcome.stdout
-    assert "is skipped, because the checkpoint of step 5 is still being written" in outcome.output
+    assert "is skipped, because the checkpoint of step 5 is still being written" in whole_lines(outcome.output)
 
 
 RANKS = (1, 2, 3, 6)
@@ -432,7 +433,7 @@ def test_a_checkpoint_from_elsewhere_begins_a_new_run(
     assert _contents(project) == before
     new = _run(tmp_path)
     assert checkpoint.by_age(new.checkpoints)[-1][0] == 6
-    (line,) = [line for line in capsys.readouterr().out.splitlines() if "a new run begins with its state" in line]
+    (line,) = [line for line in whole_lines(capsys.readouterr().out).splitlines() if "a new run begins with its state" in line]
     assert line == f"{source} is outside its run's directory: a new run begins with its state"
     assert [record["step"] for record in new.metrics() if record["kind"] == "resume"] == [4]
     train_virtual(1, trained / "tiny.yaml", f"output={tmp_path / 'runs'}", resume="auto", steps=2)

@@ -19,6 +19,7 @@ from hpctrain.backend.operators import LossSums
 from hpctrain.comm.base import Communicator, SingleCommunicator
 from hpctrain.comm.progress import MessageAccount, ProgressEngine
 from hpctrain.core.errors import BackendError
+from hpctrain.core.text import size_text
 from hpctrain.data.loader import Batch, Share
 from hpctrain.nn.layers import Flatten, Linear, ReLU, Sequential
 from hpctrain.nn.network import Network
@@ -554,8 +555,8 @@ def test_the_plan_is_that_of_the_network_that_was_checked_last() -> None:
     check_memory(network, 12, 3)
     sentence = planned()
     assert sentence is not None
-    assert f"the plan needs {network.arena_bytes(4, training=True) / 1e9:.3f} GB for a pass over 4 samples" in sentence
-    assert f"{3 * _state() / 1e9:.3f} GB for parameters" in sentence
+    assert f"the plan needs {size_text(network.arena_bytes(4, training=True))} for a pass over 4 samples" in sentence
+    assert f"{size_text(3 * _state())} for parameters" in sentence
     del network
     assert planned() is None
 
