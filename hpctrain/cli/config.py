@@ -50,15 +50,18 @@ def check(file: Path, overrides: tuple[str, ...]) -> None:
 
     Checks the keys, types, ranges, names and options of FILE with OVERRIDES such as optimizer.lr=0.2. Each fault is one line on
     standard error; the exit code is then 2. If the training file exists, the command prints the number of training images and
-    the steps per epoch, and checks batch normalisation for the sizes of the images. If the configuration needs a GPU, or a
+    the steps per epoch, and builds the network for the sizes of the images. If the configuration needs a GPU, or a
     processor that multiplies bfloat16, and this machine lacks it, the command only warns: the training may run on another
     machine.
     """
     from hpctrain.config.checks import check_names
-    from hpctrain.config.images import data_line, single_values_of, stored_training_images
+    from hpctrain.config.images import check_network, data_line, single_values_of, stored_training_images
 
     loaded, source = load_config(file, overrides)
     check_names(loaded, source)
+    images = stored_training_images(loaded)
+    if images is not None:
+        check_network(loaded, images)
     single = single_values_of(loaded)
     single.check()
     if single.warning is not None:
@@ -74,7 +77,6 @@ def check(file: Path, overrides: tuple[str, ...]) -> None:
         f"  {loaded.model.name}, {loaded.epochs} epochs in batches of {loaded.batch}, {loaded.optimizer.name} with "
         f"lr {loaded.optimizer.lr:g}, schedule {loaded.schedule.name}"
     )
-    images = stored_training_images(loaded)
     if images is not None:
         echo_wrapped(f"  {data_line(loaded, len(images), 0 if images.split is None else len(images.split.validation))}")
 

@@ -11,6 +11,7 @@ import contextlib
 import errno
 import os
 import platform
+import re
 import resource
 import sys
 import time
@@ -23,7 +24,7 @@ import click
 
 from hpctrain.core import log
 from hpctrain.core.errors import HpctrainError, LaunchError, RankLostError
-from hpctrain.core.text import choices, colours, size_text, synonyms
+from hpctrain.core.text import choices, colours, counted, size_text, synonyms
 from hpctrain.core.text import sentence as sentence_of
 from hpctrain.flight.start_records import hint
 from hpctrain.launch import process_end
@@ -63,6 +64,8 @@ class Commands(click.Group):
                 raise (
                     error if command is None else _with_values(error, click.Context(command, ctx, ctx.invoked_subcommand))
                 ) from None
+            except click.UsageError as error:
+                raise _of_several_paths(error) from None
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
         """Return the command as click does. Raise if it is unknown, naming the nearest one, or if an option has no value."""
@@ -131,6 +134,16 @@ def _with_values(error: click.BadOptionUsage, ctx: click.Context) -> click.Usage
     if option is None or "|" not in option.make_metavar(ctx) or not error.message.endswith("requires an argument."):
         return error
     return click.BadOptionUsage(error.option_name, f"{error.option_name} needs a value: {_values(option, ctx)}.", ctx)
+
+
+def _of_several_paths(error: click.UsageError) -> click.UsageError:
+    """Return the error for unexpected words with advice if they are paths, as after a pattern of the shell such as runs/*."""
+    unexpected = re.fullmatch(r"Got unexpected extra arguments? \((.*)\)", error.message)
+    words = [] if unexpected is None else unexpected[1].split(" ")
+    if not words or not all(os.path.lexists(word) for word in words):
+        return error
+    one = f"name one of them, such as {words[0]}"
+    return click.UsageError(f"{counted(len(words), 'path')} too many, as after a pattern that matches several; {one}.", error.ctx)
 
 
 def _as_override(error: click.NoSuchOption) -> click.UsageError:

@@ -19,7 +19,7 @@ from rich.padding import Padding
 from rich.table import Table
 
 from hpctrain.core.console import PlainConsole, output_console, plain_table
-from hpctrain.core.text import counted, echo, echo_block, escaped, loss_text, pipe_columns, spans, wrapped
+from hpctrain.core.text import counted, echo, echo_block, echo_wrapped, escaped, loss_text, pipe_columns, spans, wrapped
 from hpctrain.run.evaluation import Evaluation, PredictedPicture, Predictions
 from hpctrain.runs.comparison import ComparedSetting, Comparison
 from hpctrain.runs.results import SETTINGS, UNKNOWN, summary_texts
@@ -46,7 +46,7 @@ def print_text(evaluation: Evaluation, *, per_class: bool, confusion: bool) -> N
     sums, means = evaluation.sums, evaluation.sums.means()
     weights = " (averaged weights)" if evaluation.averaged else ""
     flip = ", with mirror images" if evaluation.flip else ""
-    echo(
+    echo_wrapped(
         f"{evaluation.path}{weights}: {sums.count:,} samples, loss {loss_text(means['loss'])}, top1 {means['top1']:.2%}, "
         f"top5 {means['top5']:.2%}{flip}"
     )

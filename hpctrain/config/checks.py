@@ -417,6 +417,8 @@ def _faults_of(
                 fits = section.model_dump(mode="json", include={*type(section).model_fields, *error.known}, exclude_unset=True)
                 fits |= _needed_examples(path, section.name, fits)
                 advice = f'{overridden} keeps the other keys of the section, so write "{dotted(path)}={flow(fits)}"'
+                if path == ("optimizer",) and source.places.get((*path, "lr"), "").startswith(source.label):
+                    advice += f". Choose lr for {section.name}, as the value of the file was chosen for another optimiser"
             sentence = str(error).replace(choices(error.option, error.known), advice)
             if error.option not in options and (examples := _needed_examples(path, section.name, options)):
                 whole = flow({**section.model_dump(mode="json", exclude_unset=True), **examples})

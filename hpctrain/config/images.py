@@ -383,6 +383,16 @@ def stored_training_images(config: Config) -> Images | None:
     return None
 
 
+def check_network(config: Config, images: Images) -> None:
+    """Raise unless the network of the configuration can be built for training images of all sizes.
+
+    Raises:
+        HpctrainError: a layer does not fit the images; the message is that of a training.
+    """
+    for shape in sorted(set(images.shapes(config.epochs))):
+        _graph(config, len(images.file.class_names), shape)
+
+
 def single_values_of(config: Config, ranks: int | None = None) -> SingleValues:
     """Check the batch norms of a configuration, with the header of its training file. Finds nothing if the file is missing.
 

@@ -280,8 +280,8 @@ def _checked(
     data: Any, places: dict[KeyPath, str], label: str, overrides: Sequence[str], refusal: Refusal | None
 ) -> tuple[Config, Source]:
     """Return the configuration in plain data, with overrides; otherwise as `load`."""
-    for override in overrides:
-        data = _override(data, places, override)
+    for override, following in zip(overrides, (*overrides, "")[1:], strict=True):
+        data = _override(data, places, override, following)
     source = Source(label, places)
     try:
         return Config.model_validate(data), source
@@ -305,9 +305,12 @@ def _replaced_hint(path: KeyPath, data: Any, source: Source) -> str:
     if not source.places.get(section, "").startswith("override"):
         return ""
     name = next((name for known, name in names_in(data) if known == section), None)
-    if name is None or path[-1] in _at(data, section):
+    values = _at(data, section)
+    if name is None or path[-1] in values:
         return ""
-    return f" The override replaces all of {dotted(section)}; {dotted(section)}.name={name} replaces only the name."
+    key = str(path[-1])
+    whole = flow({"name": name, **values, key: key.upper()})
+    return f' The override replaces all of {dotted(section)}; write "{dotted(section)}={whole}" with a value of {key} for {name}.'
 
 
 def _at(data: Any, path: KeyPath) -> Mapping[str, Any]:
@@ -317,13 +320,19 @@ def _at(data: Any, path: KeyPath) -> Mapping[str, Any]:
     return data if isinstance(data, Mapping) else {}
 
 
-def _override(data: Any, places: dict[KeyPath, str], override: str) -> Any:
-    """Return the data with one value replaced; record the override as the position of the value."""
+def _override(data: Any, places: dict[KeyPath, str], override: str, following: str) -> Any:
+    """Return the data with one value replaced; record the override as the position of the value.
+
+    Args:
+        following: next word of the command line, for the message about an override without a value.
+    """
     label = f'override "{override}"'
     key, equals, text = override.partition("=")
     parts = key.strip().split(".")
     if not equals or not all(parts):
-        raise ConfigError(f"{label}: An override must have the form key=value, such as optimizer.lr=0.2.")
+        is_pair = tuple(parts) in known_paths() and following and "=" not in following
+        example = f"{override}={following}" if is_pair else "optimizer.lr=0.2"
+        raise ConfigError(f"{label}: An override must have the form key=value, such as {example}.")
     try:
         value, _ = read_yaml(text, label)
     except ConfigError as error:

@@ -30,7 +30,7 @@ from pydantic import PydanticUserError, TypeAdapter, ValidationError
 
 from hpctrain.core import user_code
 from hpctrain.core.errors import ConfigError, OptionError
-from hpctrain.core.text import choices, joined, rule, shortened
+from hpctrain.core.text import MISSPELT, SYNONYMS, choices, joined, nearest, rule, shortened
 
 T = TypeVar("T")
 
@@ -405,7 +405,12 @@ def _words(expected: Any, several: bool = False) -> str:
 
 
 def unknown(kind: str, name: str, names: Iterable[str]) -> ConfigError:
-    """Return the error for a name that is not in `names`."""
+    """Return the error for a name that is not in `names`: a file without a name in it, a key of the configuration, or a typo."""
+    if name.endswith(".py"):
+        return ConfigError(user_code.unnamed(name))
+    keys = [key for key, words in SYNONYMS.items() if "." in key and name.lower().replace("-", "_") in words]
+    if keys and nearest(name, names, MISSPELT) is None:
+        return ConfigError(f'There is no {kind} "{name}"; the key {keys[0]} sets it.')
     return ConfigError(f'There is no {kind} "{name}"; {choices(name, names)}.')
 
 

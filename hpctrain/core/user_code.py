@@ -7,6 +7,7 @@ configuration file. User code therefore never hides code that hpctrain imports i
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import importlib
 import importlib.util
@@ -25,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from hpctrain.core.errors import ConfigError
 from hpctrain.core.files import read_bytes
-from hpctrain.core.text import choices
+from hpctrain.core.text import choices, nearest
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoints
@@ -71,6 +72,12 @@ def is_reference(name: str) -> bool:
 def search_beside(file: Path) -> None:
     """Also search for modules and files in the directory of this configuration file."""
     _beside[:] = [file.parent]
+
+
+def folder_with(path: Path) -> Path | None:
+    """Return the directory of the configuration file or its parent, if a relative path exists in one of them; else None."""
+    folders = (folder for beside in _beside for folder in (beside.resolve(), beside.resolve().parent))
+    return next((folder for folder in folders if (folder / path).is_file()), None)
 
 
 def load(reference: str) -> Any:
@@ -145,6 +152,33 @@ def _entry_points(path: tuple[str, ...]) -> EntryPoints:
     return found
 
 
+def unnamed(file: str) -> str:
+    """Return the error message for a file of code without the name of an object in it. Does not import the file."""
+    path = _existing(file)
+    if path is None:
+        return f"There is no file {file} in {_places()}{_nearest_file(file)}; write it as path/to/file.py:NAME."
+    try:
+        nodes = ast.parse(read_bytes(path, _MOST_CODE_BYTES)).body
+    except (SyntaxError, ValueError):
+        nodes = []
+    kinds = (ast.FunctionDef, ast.ClassDef)
+    names = [node.name for node in nodes if isinstance(node, kinds) and not node.name.startswith("_")]
+    defined = f"one of its functions and classes: {', '.join(names)}" if names else "one of its functions or classes"
+    return f'"{file}" is a file of code; write {file}:NAME, with {defined}.'
+
+
+def _existing(file: str) -> Path | None:
+    return next((path for path in (root / file for root in (Path(), *_beside)) if path.is_file()), None)
+
+
+def _nearest_file(file: str) -> str:
+    """Return "; the nearest is PATH" for a missing file of code; empty if no file of its directory is similar."""
+    given = Path(file)
+    names = [found.name for root in (Path(), *_beside) for found in (root / given.parent).glob("*.py")]
+    near = nearest(given.name, names)
+    return "" if near is None else f"; the nearest is {given.with_name(near)}"
+
+
 def _from_module(reference: str, name: str) -> ModuleType:
     if not _MODULE.fullmatch(name):
         raise ConfigError(
@@ -165,9 +199,9 @@ def _from_module(reference: str, name: str) -> ModuleType:
 
 
 def _from_file(reference: str, place: str) -> ModuleType:
-    path = next((path for path in (root / place for root in (Path(), *_beside)) if path.is_file()), None)
+    path = _existing(place)
     if path is None:
-        raise ConfigError(f'There is no file {place} for "{reference}" in {_places()}.')
+        raise ConfigError(f'There is no file {place} for "{reference}" in {_places()}{_nearest_file(place)}.')
     path = path.resolve()
     # A unique module name: the stem of the file may be the name of an installed package.
     name = f"{_OF_FILES}{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}"

@@ -42,6 +42,7 @@ import h5py
 import numpy as np
 
 from hpctrain.backend.counter_random import key, words
+from hpctrain.core import user_code
 from hpctrain.core.errors import DataError
 from hpctrain.data.files import require_file, system_errors_as
 from hpctrain.data.readers import BlockReader, Extents, MappedReader, ReadImages, UnreadableError, ValueRange, reason
@@ -444,11 +445,14 @@ def read_contents(path: Path) -> Stored:
     Raises:
         DataError: the file is missing, unreadable, truncated, empty, or not a data file.
     """
-    require_file(
-        path,
-        "data file",
-        "make it with `hpctrain data convert`, or with `hpctrain data fetch` for Fashion-MNIST, MNIST and CIFAR-10",
-    )
+    missing = "it" if path.is_absolute() else f"{path.absolute()} (the path is relative to the current directory)"
+    advice = f"make {missing} with `hpctrain data convert`, or with `hpctrain data fetch` for Fashion-MNIST, MNIST and CIFAR-10"
+    if not path.is_absolute() and (folder := user_code.folder_with(path)) is not None:
+        advice = (
+            f"the path is relative to the current directory and means {path.absolute()}, but the file exists at "
+            f"{folder / path}, so start from {folder}"
+        )
+    require_file(path, "data file", advice)
     try:
         return _read(path)
     except DataError:

@@ -159,7 +159,8 @@ def judge_memory(job: JobView, facts: Sequence[MemoryFacts | None]) -> list[Doct
     count = ranks_of.get(worst, 1)
     sentence = (
         f"{counted(count, 'rank')} on {job.hosts[worst]} {'needs' if count == 1 else 'need'} "
-        f"{size_text(count * rank_bytes)} by the plan of a step; the node has {size_text(node.node_bytes)}."
+        f"{size_text(count * rank_bytes)} by the plan of a step, in addition to Python, MPI and libraries; "
+        f"the node has {size_text(node.node_bytes)}."
     )
     if shares[worst] <= _TIGHT:
         return [fine(sentence)]

@@ -21,7 +21,7 @@ from hpctrain.comm.waiting import MORE_RANKS_THAN_CORES, WaitPolicy, guard
 from hpctrain.config.grid import check_batch, columns
 from hpctrain.config.schema import Config
 from hpctrain.core import log
-from hpctrain.core.errors import LaunchError
+from hpctrain.core.errors import LaunchError, ShapeError
 from hpctrain.flight.recorder import FlightRecorder
 from hpctrain.job.automatic_choice import Resolved
 from hpctrain.launch.launcher import Launcher, check_world, environment_fault, lone_fault
@@ -262,7 +262,12 @@ def on_grid(
 
 
 def _check_sizes(rows: int, cols: int, size: int, batch: int) -> None:
-    check_grid(rows, cols, size)
+    try:
+        check_grid(rows, cols, size)
+    except ShapeError as error:
+        places = rows * cols
+        start = f"; to keep this grid, start the program with `mpiexec -n {places}`" if places > 0 else ""
+        raise ShapeError(f"{str(error).removesuffix('.')}{start}.") from None
     check_batch(batch, rows, cols)
 
 

@@ -175,9 +175,15 @@ class RunDirectory:
         """Return an existing run.
 
         Raises:
-            CheckpointError: `path` is not a run directory, or has another version of the format.
+            CheckpointError: `path` does not exist, is not a run directory, or has another version of the format.
         """
         run = cls(Path(path))
+        if not os.path.lexists(run.path):
+            near = nearest_run(run.path.parent, run.path.name)
+            raise CheckpointError(
+                f"The run {run.path.absolute()} does not exist; give the directory of a run"
+                f"{'' if near is None else f', the nearest is {near.path}'}."
+            )
         if (version := format_version(run.path)) not in (None, FORMAT_VERSION):
             raise CheckpointError(
                 f"The run {path} has format version {version}, but this hpctrain reads version {FORMAT_VERSION}; "
@@ -340,6 +346,8 @@ def named_run(source: str) -> RunDirectory:
     """
     if not os.path.lexists(source):
         near = None if os.sep in source else nearest(source, (AUTO, BEST))
+        if near is None and (run := nearest_run(Path(source).parent, Path(source).name)) is not None:
+            near = str(run.path)
         raise CheckpointError(
             f"{Path(source).absolute()} is not a run directory or a checkpoint, as it does not exist; give {AUTO}, {BEST} or the "
             f"path of one{'' if near is None else f'; the nearest is {near}'}."
@@ -514,6 +522,23 @@ def _name_in(path: Path) -> str | None:
         return None
 
 
+def nearest_run(output: Path, word: str) -> RunDirectory | None:
+    """Return the run whose directory or name is most similar to a word, the newest of its name; None if none is similar."""
+    by_word: dict[str, RunDirectory] = {}
+    for run in runs(output, None):
+        by_word.setdefault(run.path.name, run)
+        by_word.setdefault(_name_in(run.path / "config.yaml") or "", run)
+    near = nearest(word, by_word)
+    return None if near is None else by_word[near]
+
+
+def similar_name(output: Path, name: str) -> str:
+    """Return "; the nearest name of a run there is NAME" if no run has a name, but one has a similar name; else an empty text."""
+    names = {_name_in(run.path / "config.yaml") or "" for run in runs(output, None)}
+    near = None if name in names else nearest(name, names)
+    return f"; the nearest name of a run there is {near!r}" if near else ""
+
+
 def latest(output: Path, name: str) -> RunDirectory | None:
     """Return the newest run called `name`; None if there is none."""
     return next(iter(runs(output, name)), None)
@@ -613,7 +638,8 @@ def find_best(output: Path, name: str) -> Path:
         return path
     raise CheckpointError(
         f"No run of {name!r} in {output.absolute()} has a best checkpoint, which requires checkpoint.best, and an evaluation "
-        f"and a checkpoint after the same step; give a checkpoint file, or auto for the newest checkpoint."
+        f"and a checkpoint after the same step; give a checkpoint file, or auto for the newest "
+        f"checkpoint{similar_name(output, name)}."
     )
 
 

@@ -65,9 +65,9 @@ def test_eval_and_resume_take_the_best(folder: Path) -> None:
     assert best.step < 25, "the last is not the best, or this test shows nothing"
     path = run.checkpoints.relative_to(folder) / best.checkpoint
     assert f"\nbest test accuracy {best.value:.2%} after epoch {best.epoch}: {path}\n" in whole_lines(trained.stdout)
-    evaluated = hpctrain(3, folder, "eval", "--checkpoint", "best")
-    assert f"{path}: 40 samples, " in evaluated.stdout
-    assert f"top1 {best.value:.2%}," in evaluated.stdout
+    evaluated = whole_lines(hpctrain(3, folder, "eval", "--checkpoint", "best").stdout)
+    assert f"{path}: 40 samples, " in evaluated
+    assert f"top1 {best.value:.2%}," in evaluated
     before = (folder / path).read_bytes()
     resumed = hpctrain(2, folder, "train", "--resume", "best")
     assert f"resumed at epoch {best.epoch + 1}, step {best.step}\n" in resumed.stdout
@@ -145,7 +145,7 @@ def test_a_run_ends_where_evaluations_do_not_get_better_and_so_does_one_that_is_
     assert not [each for each in run.metrics() if each["kind"] == "epoch" and int(str(each["epoch"])) > best + 3]
 
     averaged = hpctrain(3, folder, "eval", *EARLY, "--checkpoint", "best", "--averaged")
-    assert f"(averaged weights): 40 samples, loss {losses[best]:.4f}" in averaged.stdout
+    assert f"(averaged weights): 40 samples, loss {losses[best]:.4f}" in whole_lines(averaged.stdout)
     more = hpctrain(2, folder, "train", *EARLY, "--resume", "auto", "early_stop.patience=null", f"epochs={best + 4}")
     assert "early stop" not in more.stdout
     assert len(_evaluations(run)) > len(evaluations)

@@ -51,7 +51,7 @@ def _refused(folder: Path, command: str, *more: str, ranks: int = 0) -> str:
 
 def _tested(outcome: Outcome) -> str:
     """What `eval` found: loss and accuracies."""
-    return outcome.stdout.split("samples, ")[1].split("\n")[0]
+    return whole_lines(outcome.stdout).split("samples, ")[1].split("\n")[0]
 
 
 def test_eval_needs_no_training_file_and_goes_by_the_classes_names(folder: Path) -> None:

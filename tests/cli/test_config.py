@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import get_args
 
+import numpy as np
 import pytest
 import yaml
 from click.testing import CliRunner
@@ -20,6 +21,7 @@ from hpctrain.config import grid
 from hpctrain.config.load import load
 from hpctrain.config.options import filled
 from hpctrain.config.schema import Config
+from hpctrain.data.writer import write_data_file
 from hpctrain.parallel.parallel_plan import ParallelPlan
 from hpctrain.parallel.partition_graph import PartitionedGraph, partition_graph
 
@@ -90,7 +92,24 @@ def test_an_override_that_replaces_a_section_says_so_where_a_key_is_missing(over
     result = CliRunner().invoke(cli, ["config", "check", str(path), override])
     assert result.exit_code == 2
     assert len(result.stderr.splitlines()) == 1
-    assert ("optimizer.name=lars replaces only the name" in result.stderr) is hinted
+    assert ('lr: LR}" with a value of lr for lars.' in result.stderr) is hinted
+
+
+def test_check_builds_the_network_for_the_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model of one's own that fits its IMAGE_SHAPE, but not the images of the training file, is refused by the check."""
+    path = next(path for path in CONFIGS if path.stem == "quickstart")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "flat_model.py").write_text(
+        "from hpctrain.nn.layers import Flatten, Linear, Sequential\nIMAGE_SHAPE = (8, 8, 1)\n"
+        "def net(classes: int = 10):\n    return Sequential({'flatten': Flatten(), 'fc': Linear(64, classes)})\n"
+    )
+    for side, code in ((8, 0), (9, 2)):
+        pixels = np.zeros((2, side, side, 1), np.uint8)
+        write_data_file(tmp_path / f"{side}.h5", 2, (side, side, 1), ["a", "b"], [(pixels, np.arange(2))])
+        overrides = [f"data.train={side}.h5", "data.test=", "data.augment=[]", "model=flat_model.py:net"]
+        result = CliRunner().invoke(cli, ["config", "check", str(path), *overrides])
+        assert result.exit_code == code, result.output
+    assert "Layer fc: linear expects inputs of shape (N, 64), not (1, 81); set its input features to 81." in result.stderr
 
 
 def test_float64_on_onednn_is_refused_with_a_sentence() -> None:

@@ -32,6 +32,8 @@ _MISTAKE_LINES = """
 train: nowhere.yaml => nowhere.yaml: Cannot read the configuration
 train: train.py => train.py is a Python program, but a configuration must be a YAML file; run the program with `hpctrain script
 train: CONFIG => There is no data file data/fashion-mnist/train.h5
+train: CONFIG grid.rows=2 data.train=good.h5 data.test= => to keep this grid, start the program with `mpiexec -n 2`.
+train: CONFIG data.augment=[flip,mixup] => the key data.mixing.mixup sets it.
 train: CONFIG optimizer=adagrad => There is no optimizer "adagrad"
 train: CONFIG --log-ranks al => must be all, none, or ranks such as 0,3,8-15; the nearest is all.
 train: CONFIG --log-ranks 0,3 => --log-ranks names rank 3, but the job has 1 rank; the largest number is 0.
@@ -63,10 +65,12 @@ predict: photos --checkpoint best --runs photos => /photos has a best checkpoint
 autopsy: nowhere => /nowhere; give the directory of a run.
 autopsy: photos => /photos contains no flight records (rank-*.flight); give the directory of a run.
 trace: nowhere => /nowhere contains no time_table.json; give the directory of a run with trace=true that has ended.
+watch: nowhere --once => /nowhere does not exist; give the directory of a run.
 watch: photos --once => /photos is not a run directory: it has no config.yaml; give a directory that a training wrote.
 watch: --once => /runs; give the directory of a run, or of all runs with --runs.
 report: photos => /photos is not a run directory: it has no config.yaml; give a directory that a training wrote.
 report: photos file --test => --test evaluates a single run, but 2 are given; give one, or leave --test out.
+compare: nowhere file => /nowhere does not exist; give the directory of a run.
 compare: photos file => /photos is not a run directory: it has no config.yaml; give a directory that a training wrote.
 compare: photos => A comparison needs at least two runs; give two run directories, or use `hpctrain report`.
 checkpoint list: photos => /photos contains no checkpoints; give a run directory with checkpoints
@@ -89,6 +93,7 @@ weights show: nowhere.safetensors => There is no weight file nowhere.safetensors
 calibrate: --out nowhere/machine.yaml => nowhere/machine.yaml
 config show: nowhere.yaml => nowhere.yaml: Cannot read the configuration
 config show: CONFIG batch => must have the form key=value
+config show: CONFIG batch 64 => must have the form key=value, such as batch=64.
 config show: file => file:1: This is not valid YAML
 config check: nowhere.yaml => nowhere.yaml: Cannot read the configuration
 config check: bytes => is not valid UTF-8

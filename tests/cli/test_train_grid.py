@@ -18,6 +18,7 @@ from tests.support.tiny_runs import (
     newest_run,
     prepare,
     sentence,
+    whole_lines,
 )
 
 CONFIG = """
@@ -141,9 +142,9 @@ def test_a_run_says_its_grid_traces_all_groups_and_is_evaluated_on_another(job: 
         spent = sum(row["compute_seconds"] + row["messages_seconds"] + row["exposed_seconds"] for row in rank["rows"])
         assert spent + rank["left_over_seconds"] == pytest.approx(rank["step_seconds"], rel=1e-6)
     for ranks, options in ((0, ()), (3, ("grid.rows=3", *MODEL))):
-        outcome = hpctrain(ranks, folder, "eval", *options)
-        assert "21 samples, " in outcome.stdout
-        assert f"top1 {accuracy(trained)}%" in outcome.stdout
+        evaluated = whole_lines(hpctrain(ranks, folder, "eval", *options).stdout)
+        assert "21 samples, " in evaluated
+        assert f"top1 {accuracy(trained)}%" in evaluated
     hpctrain(0, folder, "train", "output=alone")
     assert_close(newest_checkpoint(folder), newest_checkpoint(folder, "alone"), 1e-10, 1e-13)
 

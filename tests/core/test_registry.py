@@ -419,7 +419,7 @@ def test_the_directory_of_the_configuration_comes_after_the_working_directory(mo
     (folder / "own_module_nearby.py").write_text("from own_module_sibling import Own")
     (folder / "own_module_sibling.py").write_text(GOOD)
     (folder / f"{module}.py").write_text("raise RuntimeError('imported')")
-    with pytest.raises(ConfigError, match=r"no file own_module_nearby\.py .* in the working directory\.$"):
+    with pytest.raises(ConfigError, match=r"no file own_module_nearby\.py .* in the working directory[.;]"):
         user_code.load("own_module_nearby.py:Own")
     user_code.search_beside(folder / "my.yaml")
     assert user_code.load("own_module_nearby.py:Own").__name__ == "Own"
@@ -453,7 +453,10 @@ def test_nothing_is_imported_but_what_is_named(module: str, tmp_path: Path) -> N
         ("MODULE.py:zzz", ['defines no "zzz"', '"Own"']),
         ("MODUL:Own", ['no module "MODUL"', "working directory", "MODUL.py:Own"]),
         ("nowhere.sub:Own", ['no module "nowhere.sub"', "nowhere/sub.py:Own"]),
-        ("MODUL.py:Own", ["no file MODUL.py"]),
+        ("MODUL.py:Own", ["no file MODUL.py", "the nearest is MODULE.py."]),
+        ("MODUL.py", ["no file MODUL.py", "the nearest is MODULE.py", "path/to/file.py:NAME"]),
+        ("MODULE.py", ["MODULE.py:NAME", "functions and classes: Own, Scaled, Half, helper."]),
+        ("momentum", ['no optimizer "momentum"', "the key optimizer.momentum sets it."]),
         ("MODULE:", ["module:Name"]),
         (":Own", ["module:Name"]),
         ("MODULE:Own.deep", ["module:Name"]),

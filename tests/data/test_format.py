@@ -5,9 +5,11 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 import unicodedata
 from dataclasses import replace
 from fractions import Fraction
+from pathlib import Path
 
 import h5py
 import numpy as np
@@ -16,6 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
+from hpctrain.core import user_code
 from hpctrain.core.errors import DataError
 from hpctrain.data import image_file
 from hpctrain.data.image_file import DataFacts, ImageFile, ImageForm, class_difference, with_class_order
@@ -144,6 +147,19 @@ def test_images_of_another_shape_or_type_are_refused(tmp_path, images):
 def test_a_missing_file_is_named_with_the_way_to_make_it(tmp_path):
     with pytest.raises(DataError, match=r"no data file .*none\.h5; make it with `hpctrain data convert`"):
         ImageFile.open(tmp_path / "none.h5")
+
+
+def test_a_missing_relative_path_is_answered_by_the_file_next_to_the_configuration(tmp_path, monkeypatch):
+    """A program that starts in another directory is not only answered with the way to make the file."""
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "train.h5").write_bytes(b"")
+    monkeypatch.chdir(tmp_path / "data")
+    monkeypatch.setattr(user_code, "_beside", [Path("../configs")])
+    there = re.escape(f"{tmp_path}/data/train.h5, so start from {tmp_path}.")
+    with pytest.raises(DataError, match=rf"means {tmp_path}/data/data/train\.h5, but the file exists at {there}"):
+        ImageFile.open(Path("data/train.h5"))
+    with pytest.raises(DataError, match=rf"data file none\.h5; make {tmp_path}/data/none\.h5 \(the path is relative"):
+        ImageFile.open(Path("none.h5"))
 
 
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 0.99])

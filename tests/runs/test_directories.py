@@ -90,6 +90,16 @@ def test_a_run_of_another_version_is_refused_and_not_listed(tmp_path):
     assert (is_run(run.path), list(runs(tmp_path, "quickstart"))) == (False, [])
 
 
+@pytest.mark.parametrize(("word", "found"), [("frist", "first"), ("fisrt-20261126", "first"), ("zebra", "")])
+def test_a_missing_run_is_answered_by_the_nearest_one(tmp_path: Path, word: str, found: str) -> None:
+    """A misspelt run is not reported as a directory without a configuration."""
+    near = at(tmp_path, "first-20261126-120000")
+    at(tmp_path, "other-20261126-130000")
+    with pytest.raises(CheckpointError, match=rf"/{word} does not exist; give the directory of a run") as caught:
+        RunDirectory.open(tmp_path / word)
+    assert str(caught.value).endswith(f"of a run, the nearest is {near.path}." if found else "of a run.")
+
+
 def test_directories_are_unique_however_many_start_at_once(tmp_path):
     with ThreadPoolExecutor(5) as pool:
         made = list(pool.map(lambda _: create(tmp_path / "runs"), range(9)))
