@@ -70,7 +70,7 @@ IMAGES, LABELS = np.random.default_rng(0).standard_normal((16, 9, 7, 3)), np.ara
 @pytest.mark.parametrize(
     ("given", "sentence"),
     [
-        ({"checks_every_steps": -1}, "checks_every_steps is -1, but must be 0 or more; the default is 10"),
+        ({"checks_every_steps": -1}, "checks_every_steps is -1, but must be an integer of at least 0"),
         ({"on_nonfinite": "skipp"}, "on_nonfinite is 'skipp', but must be"),
         ({"on_nonfinite": {"action": "skip", "most": 0}}, "where most is 1 or more"),
         ({"on_nonfinite": "rollback"}, "catch DivergedError and `load` a checkpoint"),

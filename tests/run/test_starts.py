@@ -52,6 +52,7 @@ from hpctrain.run.training import run_training
 from hpctrain.runs.directory import latest
 from hpctrain.storage import checkpoint
 from hpctrain.storage.checkpoint import convert
+from hpctrain.training.replica import Replica
 from hpctrain_testing.virtual.communicator import ThreadCommunicator
 from hpctrain_testing.virtual.run import run_virtual
 from tests.support import nets
@@ -271,8 +272,8 @@ SECTIONS: dict[str, tuple[str, Callable[[Session, Path], object]]] = {
     "eval": ("data.test", lambda session, _: run_evaluation(session, "auto")),
     "report": ("data.test", lambda session, _: judge(session, "auto", 3)),
     "automatic": ("data.train", lambda session, _: resolve(_automatic(session), StartedJob(session.world, 1, 60))),
-    "loader": ("", lambda session, path: job_of(session).loader(None, path)),
-    "like": ("", lambda session, path: job_of(session).loader(None, path.parent / "train.h5", like=path)),
+    "loader": ("", lambda session, path: job_of(session).loader(object.__new__(Replica), path)),
+    "like": ("", lambda session, path: job_of(session).loader(object.__new__(Replica), path.parent / "train.h5", like=path)),
 }
 _SHOWN = {"loader": "data file", "like": "file of `like`"}
 
@@ -587,7 +588,7 @@ def test_a_rank_with_other_arrays_or_arguments_is_named(tmp_path: Path) -> None:
                 job.array_loader(replica, *((images, labels) if rank else (IMAGES, LABELS)), **(options if rank else {}))
         for options, words in OTHER_OPTIONS:
             with pytest.raises(ConfigError, match=words):
-                job.loader(None, tmp_path / "train.h5", **(options if rank else {}))
+                job.loader(object.__new__(Replica), tmp_path / "train.h5", **(options if rank else {}))
 
     on_jobs(2, tmp_path, work)
 
