@@ -46,7 +46,7 @@ from hpctrain.core.errors import (
 )
 from hpctrain.core.files import path_of
 from hpctrain.core.log import get_logger
-from hpctrain.core.registry import check_counts
+from hpctrain.core.registry import check_counts, check_types
 from hpctrain.core.text import choices
 from hpctrain.core.yaml_source import Source
 from hpctrain.flight.recorder import FlightRecorder
@@ -144,8 +144,9 @@ class _Asked:
 
     @property
     def limit_seconds(self) -> float:
-        """Deadline; the default if `deadline_seconds` is not above 0."""
-        return self.deadline_seconds if self.deadline_seconds > 0 else _DEADLINE_SECONDS
+        """Deadline; the default if `deadline_seconds` is not a number above 0."""
+        is_legal = isinstance(self.deadline_seconds, int | float) and self.deadline_seconds > 0
+        return self.deadline_seconds if is_legal else _DEADLINE_SECONDS
 
     def facts(self) -> dict[str, object]:
         """Return the arguments that must be equal on all ranks."""
@@ -158,11 +159,14 @@ class _Asked:
         Args:
             watch: watch of signals; None if there is none.
         """
-        if self.progress not in _PROGRESS:
-            raise ConfigError(f'There is no progress mode "{self.progress}"; {choices(self.progress, _PROGRESS)}.')
         counts = {"batch": (self.batch, 1), "rows": (self.rows, 1), "cols": (self.cols, 1), "threads": (self.threads, 1)}
         check_counts("cols", "threads", **counts)
-        if self.deadline_seconds <= 0:
+        if not isinstance(self.automatic, Automatic | None):
+            raise ConfigError(f"automatic is {self.automatic!r}, but must be a hpctrain.Automatic; the default is None.")
+        check_types(start, vars(self))
+        if self.progress not in _PROGRESS:
+            raise ConfigError(f'There is no progress mode "{self.progress}"; {choices(self.progress, _PROGRESS)}.')
+        if not self.deadline_seconds > 0:
             raise ConfigError(
                 f"deadline_seconds is {self.deadline_seconds:g}, but must be above 0; the default is {_DEADLINE_SECONDS:g}."
             )
@@ -276,6 +280,8 @@ def train(
 
     def read() -> tuple[Config, Source]:
         check_counts(steps=(steps, 0))
+        arguments = {"config": config, "resume": resume, "on_epoch": on_epoch}
+        check_types(train, arguments, config='"configs/quickstart.yaml", for example')
         given = [f"{key}={flow(value)}" for key, value in overrides.items()]
         if isinstance(config, Mapping):
             loaded = from_mapping(config, given, refusal)
@@ -295,8 +301,11 @@ def train(
         if threading.current_thread() is threading.main_thread():
             watch = restored.enter_context(taken_signals(detect(os.environ).rank or 0, trains=True))
         process = _CalledProcess(watch, resume=resume is not None, steps=steps, on_epoch=on_epoch is not None)
-        source = None if resume is None else str(path_of(resume))
-        end, result, callback = process.called(read, source, steps, on_epoch, style)
+        source = str(path_of(resume)) if isinstance(resume, str | os.PathLike) else None
+        try:
+            end, result, callback = process.called(read, source, steps, on_epoch, style)
+        except HpctrainError as error:  # its sentence is complete; the frames between it and the call help no user
+            raise error.with_traceback(None) from None
     if callback is not None:
         callback.raise_error()
     of_any_rank = None if end.reason is None else signal.Signals.__members__.get(end.reason.name)
@@ -413,6 +422,7 @@ def model(name: str, **options: Any) -> Layer:
     Raises:
         ConfigError: the name is unknown, or an option is wrong.
     """
+    check_types(model, {"name": name}, name='"resnet18", for example')
     return catalogue.build(name, options)
 
 
@@ -425,6 +435,8 @@ def schedule(
         ConfigError: the name is unknown, an option is wrong, or a count is not an integer of at least 1.
     """
     check_counts(epochs=(epochs, 1), steps_per_epoch=(steps_per_epoch, 1))
+    arguments = {"name": name, "base_lr": base_lr, "warmup_epochs": warmup_epochs}
+    check_types(schedule, arguments, name='"cosine", for example', base_lr="0.05, for example")
     return SCHEDULES.create(
         name, options, base_lr=base_lr, epochs=epochs, steps_per_epoch=steps_per_epoch, warmup_epochs=warmup_epochs
     )

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ast
 import importlib
+import inspect
 import json
 import subprocess
 import sys
+import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
@@ -19,6 +21,7 @@ import pytest
 import hpctrain
 from hpctrain.data.sampler import Mixing
 from hpctrain.data.writer import write_data_file
+from hpctrain.job.session import StartedJob
 from hpctrain.launch.launcher import Launcher
 from hpctrain.launch.threads import set_threads
 from hpctrain.storage import checkpoint
@@ -177,10 +180,13 @@ def alone_without_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"rows": 0}, "rows is 0, but must be an integer of at least 1; the nearest legal value is 1"),
         ({"batch": 0}, "batch is 0, but must be an integer of at least 1; the nearest legal value is 1."),
         ({"batch": 7.5}, "batch is 7.5, but must be an integer of at least 1; the nearest legal value is 8."),
-        ({"cols": "2"}, "cols is '2', but must be an integer of at least 1; the nearest legal value is 1."),
+        ({"cols": "2"}, "cols is '2', but must be an integer of at least 1; the nearest legal value is 2."),
         ({"threads": 1.5}, "threads is 1.5, but must be an integer of at least 1; the nearest legal value is 2."),
         ({"progress": "tread"}, 'There is no progress mode "tread"; the nearest is "thread"'),
         ({"deadline_seconds": 0}, "deadline_seconds is 0, but must be above 0; the default is 300."),
+        ({"deadline_seconds": "300"}, "deadline_seconds is '300', but must be a number; the nearest legal value is 300."),
+        ({"flight": 3}, "flight is 3, but must be a path or None; the default is None."),
+        ({"automatic": 3}, "automatic is 3, but must be a hpctrain.Automatic; the default is None."),
         ({"threads": 1000}, "threads is 1000, but a rank here may run on"),
     ],
 )
@@ -204,6 +210,11 @@ def test_what_a_replica_cannot_use_is_refused(tmp_path: Path) -> None:
             "the replica has image_shape": lambda: job.array_loader(replica, images[:, 1:], labels),
             "are not 9 samples": lambda: job.array_loader(replica, images, labels[1:]),
             "nothing.h5": lambda: job.load(replica, tmp_path / "nothing.h5"),
+            'must be a layer; use hpctrain.model."small"': lambda: job.replica("small", (9, 7, 3)),  # type: ignore[arg-type]
+            "lr is '0.05', but must be a number; the nearest legal value is 0.05": lambda: replica.step(
+                next(iter(job.array_loader(replica, images, labels).epoch(0))),
+                "0.05",  # type: ignore[arg-type]
+            ),
         }.items():
             with pytest.raises(hpctrain.HpctrainError, match=sentence):
                 attempt()
@@ -241,6 +252,70 @@ def test_held_out_samples_are_read_by_the_loader_of_validation_alone(tmp_path: P
         }.items():
             with pytest.raises(hpctrain.HpctrainError, match=sentence):
                 attempt()
+
+
+#: values of many types, each of them wrong for most arguments
+_WRONG: tuple[Any, ...] = (3, -2.5, float("nan"), True, "0.05", b"x", [1, "a"], {"a": 1}, object(), dict)
+
+
+def _attempts(folder: Path, job: hpctrain.Job) -> dict[str, tuple[Callable[..., object], dict[str, Any]]]:
+    """Public functions and methods by name, each with arguments that it accepts."""
+    images, labels = np.zeros((9, 9, 7, 3)), np.arange(9) % 5
+    write_data_file(folder / "a.h5", 9, (9, 7, 3), list("abcde"), [(images.astype(np.uint8), labels)])
+    replica = job.replica(nets.plain(), (9, 7, 3), backend="numpy")
+    loader = job.array_loader(replica, images, labels)
+    job.save(replica, folder / "net.h5")
+    batch = next(iter(loader.epoch(0)))
+    return {
+        "replica": (job.replica, {"model": nets.plain(), "image_shape": (9, 7, 3)}),
+        "loader": (job.loader, {"replica": replica, "path": folder / "a.h5"}),
+        "array_loader": (job.array_loader, {"replica": replica, "images": images, "labels": labels}),
+        "save": (job.save, {"replica": replica, "path": folder / "net.h5"}),
+        "load": (job.load, {"replica": replica, "path": folder / "net.h5"}),
+        "load_weights": (job.load_weights, {"replica": replica, "path": folder / "weights.pt"}),
+        "step": (replica.step, {"batch": batch, "lr": 0.0}),
+        "evaluate": (replica.evaluate, {"loader": loader}),
+        "epoch": (lambda **given: next(iter(loader.epoch(**given))), {"epoch": 0, "first": 0}),
+        "model": (hpctrain.model, {"name": "small"}),
+        "schedule": (hpctrain.schedule, {"name": "cosine", "base_lr": 0.1, "epochs": 2, "steps_per_epoch": 2}),
+        "Automatic": (
+            lambda **given: hpctrain.Automatic(**given).best(StartedJob(job.world, 1, 60.0), 8),
+            {"model": nets.plain(), "image_shape": (9, 7, 3), "backend": "none"},
+        ),
+    }
+
+
+@pytest.mark.usefixtures("alone_without_a_launcher")
+def test_values_of_wrong_types_are_refused_with_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without checks of types, a wrong argument ends with an AttributeError, or with the error of a kernel."""
+    monkeypatch.chdir(tmp_path)
+    faults = []
+    with hpctrain.start(batch=8) as job:
+        for name, (call, given) in _attempts(tmp_path, job).items():
+            taken = {"epoch": ("epoch", "first"), "Automatic": inspect.signature(hpctrain.Automatic).parameters}
+            for argument in taken.get(name, inspect.signature(call).parameters):
+                if argument in ("notes", "options", "mirrored", "confusion", "advance"):
+                    continue
+                for value in _WRONG:
+                    try:
+                        call(**{**given, argument: value})
+                    except hpctrain.HpctrainError as error:
+                        if "_empty" in str(error) or not str(error).endswith("."):
+                            faults.append(f"{name}({argument}={value!r}): {error}")
+                    except Exception as error:
+                        faults.append(f"{name}({argument}={value!r}): {type(error).__name__}: {error}")
+    assert not faults, "\n".join(faults)
+
+
+@pytest.mark.job
+@pytest.mark.usefixtures("alone_without_a_launcher")
+def test_an_error_of_a_training_has_the_frame_of_the_call_only() -> None:
+    """Frames of hpctrain between the call and the fault would hide the sentence that helps."""
+    with pytest.raises(hpctrain.HpctrainError, match="nearest known key") as raised:
+        hpctrain.train({"modle": "small"})
+    frames = [frame.name for frame in traceback.extract_tb(raised.value.__traceback__)]
+    assert frames[1:] == ["train"]
+    assert raised.value.__suppress_context__
 
 
 def test_a_training_that_diverges_ends_with_its_layer(job: Job, tmp_path: Path) -> None:

@@ -15,19 +15,22 @@ import inspect
 import json
 import math
 import operator
+import os
 import pkgutil
 import re
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Sized
+from contextlib import contextmanager, suppress
 from dataclasses import is_dataclass
-from typing import Any, Generic, TypeVar, cast, get_type_hints
+from pathlib import Path
+from types import UnionType
+from typing import Any, Generic, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 from pydantic import PydanticUserError, TypeAdapter, ValidationError
 
 from hpctrain.core import user_code
 from hpctrain.core.errors import ConfigError, OptionError
-from hpctrain.core.text import MISSPELT, SYNONYMS, choices, joined, nearest, rule
+from hpctrain.core.text import MISSPELT, SYNONYMS, choices, joined, nearest, rule, shortened
 
 T = TypeVar("T")
 
@@ -275,9 +278,130 @@ def check_counts(*optional: str, **counts: tuple[Any, int]) -> None:
                 continue
         except TypeError:  # no integer, or an array of several
             pass
-        is_number = isinstance(value, int | float) and math.isfinite(value)
-        near = max(least, round(value)) if is_number else least
+        meant = _nearest_value(value, int)
+        near = max(least, meant if isinstance(meant, int) else operator.index(value) if _fits(value, int) else least)
         raise ConfigError(f"{name} is {value!r}, but must be an integer of at least {least}; the nearest legal value is {near}.")
+
+
+#: words for a type in messages of `check_types`: one value, and several
+_TYPE_WORDS: dict[object, tuple[str, str]] = {
+    str: ("a string", "strings"),
+    Path: ("a path", "paths"),
+    os.PathLike: ("a path", "paths"),
+    int: ("an integer", "integers"),
+    float: ("a number", "numbers"),
+    bool: ("True or False", "truth values"),
+    type(None): ("None", "None"),
+}
+
+
+def check_types(function: Callable[..., Any], arguments: Mapping[str, Any], **legal: str) -> None:
+    """Raise unless the arguments of a function have the types of its annotations.
+
+    NumPy's numbers are accepted, and any sequence for a tuple. Arrays, values of mappings and unknown types are not checked.
+
+    Args:
+        arguments: arguments by name; names that are no parameters are ignored.
+        legal: legal value by name, for the message; default: the nearest value of the type, else the parameter's default.
+
+    Raises:
+        ConfigError: an argument has another type. The message has its name, its value and a legal value.
+    """
+    types, parameters = _types(function), inspect.signature(function).parameters
+    for name, value in arguments.items():
+        expected = types.get(name, Any)
+        if name not in parameters or _fits(value, expected):
+            continue
+        near, default = _nearest_value(value, expected), parameters[name].default
+        advice = f"the nearest legal value is {near!r}" if near is not None else f"use {legal.get(name)}"
+        if near is None and name not in legal:
+            advice = f"the default is {default!r}"
+        raise ConfigError(f"{name} is {shortened(value)}, but must be {_words(expected)}; {advice}.")
+
+
+def _members(expected: Any) -> tuple[Any, ...]:
+    """Return the types of a union, or the type itself. A type that another one includes is left out."""
+    if get_origin(expected) not in (Union, UnionType):
+        return (expected,)
+    members = get_args(expected)
+    return tuple(member for member in members if not (member is int and float in members))
+
+
+def _fits(value: Any, expected: Any) -> bool:
+    """Return whether a value has an annotated type."""
+    members = _members(expected)
+    if len(members) > 1:
+        return any(_fits(value, member) for member in members)
+    origin = get_origin(expected) or expected
+    if expected is Any:
+        return True
+    if expected in (int, float):
+        return not _is_bool(value) and not isinstance(value, str | bytes) and _converts(value, expected)
+    if expected is bool:
+        return _is_bool(value)
+    if expected is Path:
+        return isinstance(value, os.PathLike)
+    if origin in (tuple, Sequence):
+        if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
+            return False
+        kinds = get_args(expected) if origin is tuple else (*get_args(expected), ...)
+        if not isinstance(value, Sized):  # an iterator, which a look would exhaust
+            return True
+        if kinds[-1] is not ... and len(value) != len(kinds):
+            return False
+        return all(_fits(item, kinds[0] if kinds[-1] is ... else kinds[place]) for place, item in enumerate(value))
+    if origin is Callable:
+        return callable(value)
+    is_array = getattr(expected, "__module__", None) == "numpy"
+    return is_array or not isinstance(origin, type) or getattr(origin, "_is_protocol", False) or isinstance(value, origin)
+
+
+def _is_bool(value: Any) -> bool:
+    return type(value).__name__ in ("bool", "bool_")  # NumPy's types have these names
+
+
+def _converts(value: Any, kind: type[int] | type[float]) -> bool:
+    try:
+        operator.index(value) if kind is int else float(value)
+    except (TypeError, ValueError, OverflowError):
+        return False
+    return True
+
+
+def _nearest_value(value: Any, expected: Any) -> Any:
+    """Return the value of an annotated type that the user probably meant, such as 0.05 for "0.05"; None if there is none."""
+    for member in _members(expected):
+        if member in (int, float) and isinstance(value, str | float):
+            with suppress(ValueError, OverflowError):
+                number = float(value)
+                if math.isfinite(number):
+                    return round(number) if member is int or number.is_integer() else number
+        if get_origin(member) is Sequence and _fits([value], member):
+            return [value]
+    return None
+
+
+def _words(expected: Any, several: bool = False) -> str:
+    """Return a type as words, such as "a path or None"."""
+    members = _members(expected)
+    if any((get_origin(member) or member) in (Path, os.PathLike) for member in members):
+        members = tuple(member for member in members if member is not str)  # a string is a path, too
+    if len(members) > 1:
+        *first, last = dict.fromkeys(_words(member, several) for member in members)
+        return f"{', '.join(first)} or {last}" if first else last
+    (kind,), origin = members, get_origin(members[0]) or members[0]
+    if origin in _TYPE_WORDS:
+        return _TYPE_WORDS[origin][several]
+    if origin is tuple and get_args(kind)[-1] is not ...:
+        return f"{'lists of ' if several else ''}{len(get_args(kind))} {_words(get_args(kind)[0], several=True)}"
+    if origin in (tuple, Sequence):
+        return f"{'lists' if several else 'a list'} of {_words(get_args(kind)[0], several=True)}"
+    if origin is Mapping:
+        return "mappings" if several else "a mapping"
+    if origin is Callable:
+        return "functions" if several else "a function"
+    name = origin.__name__.lower()
+    return f"{name}s" if several else f"{_article(name)} {name}"
 
 
 def unknown(kind: str, name: str, names: Iterable[str]) -> ConfigError:

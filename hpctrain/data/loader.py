@@ -27,6 +27,7 @@ import numpy as np
 from hpctrain.backend.pixels import PixelBatch
 from hpctrain.core.errors import DataError, ShapeError
 from hpctrain.core.intervals import Box, clip, relative, shape_of, size_of, whole
+from hpctrain.core.registry import check_counts
 from hpctrain.data.cache import SampleCache
 from hpctrain.data.image_file import ImageArray, ImageFile
 from hpctrain.data.pipeline import ImageSizes, Pipeline
@@ -256,6 +257,7 @@ class Loader(_Batches):
 
         Errors in the thread are raised here. Closing the generator early ends the thread. Only one epoch may be in progress.
         """
+        check_counts(epoch=(epoch, 0), first=(first, 0))
         assert not self._in_use, "an epoch of this loader is still being read; close it first"
         self._in_use = True
         try:
@@ -566,6 +568,7 @@ class ArrayLoader(_Batches):
 
     def epoch(self, epoch: int, first: int = 0) -> Generator[Batch, None, None]:
         """Yield the batches of one epoch from its sample `first`; all ranks yield the same number of batches."""
+        check_counts(epoch=(epoch, 0), first=(first, 0))
         for step in range(self.sampler.steps(first)):
             yield self._make(epoch, step, first)
 

@@ -20,6 +20,8 @@ from hpctrain.config.grid import with_defaults
 from hpctrain.config.schema import SYNTHETIC, Config
 from hpctrain.core.errors import ConfigError, DataError
 from hpctrain.core.files import read_text
+from hpctrain.core.registry import check_counts, check_types
+from hpctrain.core.text import shortened
 from hpctrain.job.automatic_choice import (
     CHOICE_META,
     AutomaticChoice,
@@ -156,6 +158,8 @@ class Automatic:
         """
 
         def planned() -> Job:
+            check_counts(micro_batches=(self.micro_batches, 1))
+            check_types(Automatic, vars(self), model='hpctrain.model("small")', image_shape="(28, 28, 1), for example")
             chosen = make_backend(self.backend, self.dtype, self.precision, NodePlace(started.world.size))
             optimizer = optimizer_of(self.optimizer)()
             return planned_run.of_network(
@@ -174,8 +178,16 @@ class Automatic:
 
 
 def optimizer_of(optimizer: Choice | Callable[[], Optimizer]) -> Callable[[], Optimizer]:
-    """Return a factory of optimisers that are not bound to parameters yet."""
-    return optimizer if callable(optimizer) else partial(OPTIMIZERS.create, *named(optimizer))
+    """Return a factory of optimisers that are not bound to parameters yet.
+
+    Raises:
+        ConfigError: the mapping has no "name", or the function returns no optimiser.
+    """
+    if not callable(optimizer):
+        return partial(OPTIMIZERS.create, *named(optimizer))
+    if not isinstance(made := optimizer(), Optimizer):
+        raise ConfigError(f'optimizer returns {shortened(made)}, but must return an Optimizer; the default is "sgd".')
+    return optimizer
 
 
 def named(choice: Choice) -> tuple[str, dict[str, Any]]:

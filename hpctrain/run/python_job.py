@@ -25,7 +25,7 @@ from hpctrain.config.schema import CacheConfig, NonFiniteConfig
 from hpctrain.core.errors import CheckpointError, ConfigError, DataError, DivergedError, ShapeError
 from hpctrain.core.files import path_of
 from hpctrain.core.log import get_logger
-from hpctrain.core.registry import check_counts, check_options
+from hpctrain.core.registry import check_counts, check_options, check_types
 from hpctrain.data.image_file import ImageFile, with_class_order
 from hpctrain.data.loader import ArrayLoader, Loader, as_samples
 from hpctrain.data.pipeline import ImageSizes, Pipeline
@@ -177,6 +177,7 @@ _AUTO = "auto"
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 #: names of a loader's files in messages
 _FILE, _LIKE = "data file", "file of `like`"
+_REPLICA = "the result of job.replica"
 _WRITTEN = "If the program itself wrote these values, the same on all ranks, call replica.parameters_written() afterwards."
 
 
@@ -295,9 +296,12 @@ class Job(StartedRank):
         arguments = dict(locals())
 
         def make() -> Replica:
-            answer = _answer(on_nonfinite, checks_every_steps)
             counts = {"micro_batches": (micro_batches, 1), "checks_every_steps": (checks_every_steps, 0)}
             check_counts("exact_shards", exact_shards=(exact_shards, 1), **counts)
+            name = arguments["model"] if isinstance(arguments["model"], str) else "small"
+            layer = f'hpctrain.model("{name}")'
+            check_types(Job.replica, arguments, model=layer, image_shape="(28, 28, 1), for example")
+            answer = _answer(on_nonfinite)
             chosen = make_backend(backend, dtype, precision, self.place)
             loss = {"smoothing": label_smoothing, "class_weights": tuple(class_weights)}
             return Replica(
@@ -430,11 +434,9 @@ class Job(StartedRank):
             ConfigError: `validation` is not a fraction or a number, an option of `augment`, `mixing` or `cache` is invalid,
                 `sizes` are out of order, the backend does not support mixed labels, or arguments differ between ranks.
         """
-        arguments = dict(locals()) | {"validation_of": validation_of is not None}
-        files = self._open(path, like, arguments)
+        files = self._open(path, like, dict(locals()))
 
         def make() -> tuple[Loader, CacheConfig]:
-            check_counts("batch", prefetch=(prefetch, 0), threads=(threads, 1), batch=(batch, 1))
             mixed, levels = mixing_of(mixing, seed, replica), cache_of(cache)
             file = reference = files[_FILE]
             if like is not None:
@@ -499,6 +501,7 @@ class Job(StartedRank):
 
         def make() -> tuple[ArrayLoader, Subject]:
             check_counts("batch", batch=(batch, 1))
+            check_types(Job.array_loader, arguments, replica=_REPLICA)
             samples = as_samples(images, labels, replica.network.classes, replica.network.parameter_dtype)
             check_shape(samples.images.shape[1:], replica)
             sampler = Sampler(len(samples.images), batch or self.batch, seed, shuffle)
@@ -513,16 +516,22 @@ class Job(StartedRank):
         return loader
 
     def _open(self, path: str | Path, like: str | Path | None, arguments: Mapping[str, Any]) -> dict[str, ImageFile]:
-        """Open the files of a loader and return them by their name in messages.
+        """Check the arguments of a loader, and return its open files by their name in messages.
 
         Files and arguments are compared between ranks. Collective.
         """
         paths = {_FILE: path} if like is None else {_FILE: path, _LIKE: like}
-        files = raise_on_all_ranks(
-            self.world, lambda: {name: ImageFile.open(str(path_of(place))) for name, place in paths.items()}
-        )
+
+        def opened() -> dict[str, ImageFile]:
+            counts = {name: (arguments[name], least) for name, least in {"batch": 1, "prefetch": 0, "threads": 1}.items()}
+            check_counts("batch", **counts)
+            check_types(Job.loader, arguments, replica=_REPLICA, path='"data/train.h5", for example')
+            return {name: ImageFile.open(str(path_of(place))) for name, place in paths.items()}
+
+        files = raise_on_all_ranks(self.world, opened)
         if self.size > 1:
-            compare(self.world, called_with("job.loader", arguments), *(opened_file(*item) for item in files.items()))
+            given = {**arguments, "validation_of": arguments["validation_of"] is not None}
+            compare(self.world, called_with("job.loader", given), *(opened_file(*item) for item in files.items()))
         return files
 
     def save(self, replica: Replica, path: str | Path, *, background: bool = False, **notes: Any) -> None:
@@ -543,7 +552,8 @@ class Job(StartedRank):
             DivergedError: a parameter is not finite; no checkpoint is written.
             CorruptedStateError: state that must be the same on all ranks differs; no checkpoint is written.
         """
-        self.checkpoints.save(replica, self._path(path), notes, background=background)
+        arguments = {"replica": replica, "path": path, "background": background}
+        self.checkpoints.save(replica, self._path(path, Job.save, arguments), notes, background=background)
 
     def load_weights(self, replica: Replica, path: str | Path, *, ignore: Sequence[str] = ()) -> None:
         """Load parameters and running statistics from a file of weights in torchvision's names (docs/weights.md).
@@ -556,7 +566,8 @@ class Job(StartedRank):
             CheckpointError: the file cannot be read or does not fit the model.
         """
         hint = "leave such layers out by ignore={patterns}"
-        put_weights(self.world, replica, self._path(path), ignore, "of this program", hint=hint)
+        arguments = {"replica": replica, "path": path, "ignore": ignore}
+        put_weights(self.world, replica, self._path(path, Job.load_weights, arguments), ignore, "of this program", hint=hint)
 
     def load(self, replica: Replica, path: str | Path) -> Mapping[str, Any]:
         """Restore a checkpoint written by `save`, also after a `DivergedError`, and return its notes. Sets `replica.global_step`.
@@ -564,11 +575,16 @@ class Job(StartedRank):
         Raises:
             CheckpointError: the checkpoint is missing or damaged, or belongs to another model or optimiser.
         """
-        return self.checkpoints.load(replica, self._path(path))
+        return self.checkpoints.load(replica, self._path(path, Job.load, {"replica": replica, "path": path}))
 
-    def _path(self, path: str | Path) -> Path:
-        """Return a path with `~` and variables expanded. Collective."""
-        return raise_on_all_ranks(self.world, lambda: path_of(path))
+    def _path(self, path: str | Path, method: Callable[..., Any], arguments: Mapping[str, Any]) -> Path:
+        """Check the arguments of a method, and return its path with `~` and variables expanded. Collective."""
+
+        def expanded() -> Path:
+            check_types(method, arguments, replica=_REPLICA, path='"net.h5", for example')
+            return path_of(path)
+
+        return raise_on_all_ranks(self.world, expanded)
 
 
 def _subset(file: ImageFile, validation: int | float | None, validation_of: Loader | None, seed: int) -> np.ndarray | None:
@@ -600,16 +616,12 @@ def _asked_of(watch: SignalWatch | None) -> Callable[[], bool]:
     return watch.asked if watch is not None else lambda: False
 
 
-def _answer(on_nonfinite: str | Mapping[str, Any], checks_every_steps: int) -> NonFiniteConfig:
+def _answer(on_nonfinite: str | Mapping[str, Any]) -> NonFiniteConfig:
     """Return the handling of values that are not finite.
 
     Raises:
-        ConfigError: an argument is invalid.
+        ConfigError: the argument is invalid.
     """
-    if checks_every_steps < 0:
-        raise ConfigError(
-            f"checks_every_steps is {checks_every_steps}, but must be 0 or more; the default is 10, 0 disables checks."
-        )
     try:
         answer = NonFiniteConfig.model_validate(on_nonfinite)
     except ValidationError as error:

@@ -19,8 +19,10 @@ from hpctrain.averaging.collective_schedule import CollectiveSchedule
 from hpctrain.averaging.group_sums import JointNorms
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.comm.transports import Transport
-from hpctrain.core.errors import BackendError, DivergedError
+from hpctrain.core.errors import BackendError, ConfigError, DivergedError
 from hpctrain.core.log import get_logger
+from hpctrain.core.registry import check_types
+from hpctrain.core.text import shortened
 from hpctrain.data.loader import Batch, BatchSource, LoaderRank
 from hpctrain.flight.recorder import FlightNotes, RunPhase
 from hpctrain.nn.network import ALL, MODEL, Network
@@ -460,10 +462,13 @@ class Replica:
             The sums of the previous step over all ranks; None if `settle` has returned them.
 
         Raises:
+            ConfigError: an argument has another type.
             DivergedError: a loss, parameter, gradient or statistic of the previous step is not finite, or too many consecutive
                 steps were skipped; raised on every rank.
             CorruptedStateError: with checks, values that ranks must hold alike differ; raised on every rank.
         """
+        if type(batch) is not Batch or type(lr) is not float:  # reading annotations takes longer than this comparison
+            check_types(Replica.step, {"batch": batch, "lr": lr}, batch="a batch of loader.epoch(0)", lr="0.05, for example")
         self.loop.begin(batch.epoch, self.global_step)
         cause = self.update(batch, lr)
         totals = self.settle()
@@ -584,6 +589,9 @@ class Replica:
         Raises:
             DivergedError: see `step`.
         """
+        for name, source in {"loader": loader, "mirrored": mirrored or loader}.items():
+            if not (hasattr(source, "epoch") and hasattr(source, "sampler")):
+                raise ConfigError(f"{name} is {shortened(source)}, but must be a loader; use the result of job.loader.")
         self.settle()
         self.require_finite()
         self.network.parameters_changed()
