@@ -222,6 +222,13 @@ def test_a_key_as_an_option_is_answered_by_its_override(option: str, words: str)
     assert words in result.output
 
 
+def test_a_pattern_that_matches_several_paths_is_answered_by_one_of_them(folder: Path) -> None:
+    """After runs/* the error is not only the number of unexpected words."""
+    result = CliRunner().invoke(cli, ["weights", "export", "file", "bytes", "photos", "--out", "new.safetensors"])
+    assert result.exit_code == 2
+    assert "2 paths too many, as after a pattern that matches several; name one of them, such as bytes." in result.output
+
+
 @pytest.mark.parametrize(
     ("error", "sentence"),
     [
