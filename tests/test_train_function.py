@@ -8,7 +8,9 @@ import logging
 import os
 import signal
 import threading
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -80,25 +82,38 @@ def assert_same_bits(here: Path, there: Path) -> None:
 
 
 def process_state() -> dict[str, object]:
-    """Return the state of this process that a call must restore. An exception holds files until it is collected."""
-    gc.collect()
+    """Return the state of this process that a call must restore."""
     signals = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
     logger = logging.getLogger("hpctrain")
     return {
         "threads": sorted(thread.name for thread in threading.enumerate()),
-        "files": sorted(os.readlink(link) for link in Path("/proc/self/fd").iterdir() if link.exists()),
         "signals": (signals, signal.pthread_sigmask(signal.SIG_BLOCK, ())),
         "log": (list(logger.handlers), logger.level, logger.propagate),
         "environment": dict(os.environ),
     }
 
 
+def open_files() -> Counter[str]:
+    """Return the open files of this process by path. An exception holds files until it is collected."""
+    gc.collect()
+    return Counter(os.readlink(link) for link in Path("/proc/self/fd").iterdir() if link.exists())
+
+
+@contextmanager
+def leaving_no_trace() -> Iterator[None]:
+    """Assert that the block restores this process. Files of earlier tests may be closed meanwhile."""
+    before, files = process_state(), open_files()
+    yield
+    assert process_state() == before
+    assert not open_files() - files
+
+
 def test_a_call_returns_what_the_run_recorded_and_leaves_no_trace(config: dict[str, Any]) -> None:
     """A call leaks no threads, files, handlers or settings, and its history is that of the run."""
     hpctrain.train(config, epochs=1)  # loads modules, which open files of their own
-    before, values = process_state(), []
-    result = hpctrain.train(config, on_epoch=values.append, **{"optimizer.lr": np.float64(0.02)})
-    assert process_state() == before
+    values: list[Any] = []
+    with leaving_no_trace():
+        result = hpctrain.train(config, on_epoch=values.append, **{"optimizer.lr": np.float64(0.02)})
     assert (result.epochs, result.steps, result.stopped) == (3, 9, None)
     assert [dict(entry) for entry in result.history] == values
     assert [entry["epoch"] for entry in values] == [1, 2, 3]
@@ -247,16 +262,14 @@ def test_a_request_to_stop_ends_a_script(
 def test_a_run_that_a_bug_ended_is_resumed_in_the_same_process(config: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """After an exception that is not an HpctrainError, the process neither owns nor writes to the run."""
     hpctrain.train(config, epochs=1)
-    before = process_state()
 
     def evaluate(trainer: Trainer, position: object) -> None:
         raise ZeroDivisionError
 
-    with monkeypatch.context() as patch:
+    with leaving_no_trace(), monkeypatch.context() as patch:
         patch.setattr(Trainer, "evaluate", evaluate)
         with pytest.raises(ZeroDivisionError):
             hpctrain.train(config, name="bug", checkpoint={"every_steps": 1})
-    assert process_state() == before
     assert hpctrain.train(config, name="bug", resume="auto").epochs == 3
 
 
@@ -293,11 +306,10 @@ def test_a_path_with_overrides_and_a_number_of_steps(
 def test_a_fault_is_an_exception_with_the_sentence_of_the_command(
     config: dict[str, Any], changes: dict[str, Any], words: str
 ) -> None:
-    before = process_state()
-    with pytest.raises(hpctrain.HpctrainError) as caught:
-        hpctrain.train(config, **changes)
-    assert words in str(caught.value)
-    assert process_state() == before
+    with leaving_no_trace():
+        with pytest.raises(hpctrain.HpctrainError) as caught:
+            hpctrain.train(config, **changes)
+        assert words in str(caught.value)
 
 
 @pytest.mark.parametrize(
