@@ -184,7 +184,7 @@ def test_without_progress_nothing_is_printed_but_warnings(config: dict[str, Any]
     assert all("skipped" in line for line in whole_lines(capfd.readouterr().out).splitlines())
 
 
-@pytest.mark.parametrize(("steps", "near"), [(1.5, 2), (-1, 0), (True, 1), ("3", 0), (2.0, 2), (np.arange(2), 0)])
+@pytest.mark.parametrize(("steps", "near"), [(1.5, 2), (-1, 0), (True, 1), ("3", 3), (2.0, 2), (np.arange(2), 0)])
 def test_a_number_of_steps_that_is_no_count_is_refused(config: dict[str, Any], steps: Any, near: int) -> None:
     """A fraction of steps is not rounded up."""
     sentence = f"steps is {steps!r}, but must be an integer of at least 0; the nearest legal value is {near}."

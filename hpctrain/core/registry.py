@@ -279,7 +279,7 @@ def check_counts(*optional: str, **counts: tuple[Any, int]) -> None:
         except TypeError:  # no integer, or an array of several
             pass
         meant = _nearest_value(value, int)
-        near = max(least, meant if isinstance(meant, int) else operator.index(value) if _fits(value, int) else least)
+        near = max(least, meant if isinstance(meant, int) else int(value) if _is_bool(value) or _fits(value, int) else least)
         raise ConfigError(f"{name} is {value!r}, but must be an integer of at least {least}; the nearest legal value is {near}.")
 
 

@@ -31,7 +31,6 @@ from hpctrain.launch.child import fork_child, may_fork
 from hpctrain.launch.control_groups import MemoryGroup
 from hpctrain.launch.launcher import may_overlook_exit_codes, place_of, started_by
 from hpctrain.launch.process_end import BUG, DEADLINE, FINISHED, SIGNALLED, STOPPED, USER_ERROR, End
-from hpctrain.launch.process_start import HELD
 from hpctrain.launch.processes import WatchedProcess, launchers, status_of
 
 _BEATS, _DEADLINE, _WATCHED, _KEEPER, _GUARDED, _ANNOUNCED = range(6)
@@ -397,7 +396,8 @@ def _leave_by(number: Signals, child: _Rank, record: Path | None) -> NoReturn:
     _await_launcher(child, record)
     if number != signal.SIGKILL:
         signal.signal(number, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD)
+    # Other held signals stay blocked: one that is pending, such as that of the timer, would end this process before `number`.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})
     os.kill(os.getpid(), number)
     os._exit(SIGNALLED + number)
 

@@ -144,7 +144,7 @@ BROKEN = {
         ),
         Broken(
             "slow-import",
-            "own disks",
+            "local disks",
             severity="warning",
             file=("sitecustomize.py", _SLOW),
             env={"PYTHONPATH": python_path(Path("FOLDER"))},

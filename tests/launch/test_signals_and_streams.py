@@ -26,6 +26,29 @@ from tests.support.jobs import Outcome, clean_environment, run_job
 from tests.support.signal_storm import prepare
 
 pytestmark = pytest.mark.job
+_LEAVING = """
+import os, signal, types
+from hpctrain.launch import keeper
+from hpctrain.launch.process_start import HELD
+keeper._say = keeper._await_launcher = lambda *arguments: None
+child = types.SimpleNamespace(rank=None, memory=types.SimpleNamespace(hint=str), place=str)
+for number in (signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV, signal.SIGALRM):
+    process = os.fork()
+    if not process:
+        signal.pthread_sigmask(signal.SIG_BLOCK, HELD)
+        for pending in set(HELD) - {number}:
+            os.kill(os.getpid(), pending)
+        keeper._leave_by(number, child, None)
+    print(number.name, os.WTERMSIG(os.waitpid(process, 0)[1]) == number)
+"""
+
+
+def test_the_keeper_ends_by_the_signal_of_its_child_whatever_other_signals_are_pending() -> None:
+    """The timer of the keeper's looks may expire while it waits to end. Its signal would become the exit code of the job."""
+    done = subprocess.run([sys.executable, "-c", _LEAVING], capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout.split() == ["SIGKILL", "True", "SIGTERM", "True", "SIGSEGV", "True", "SIGALRM", "True"], done.stderr
+
+
 _WITHOUT_MEANING = (Signals.SIGALRM, Signals.SIGPROF, Signals.SIGCHLD)
 _START = """
 import os, signal, sys, time

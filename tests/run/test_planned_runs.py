@@ -758,7 +758,7 @@ def test_schedules_of_a_run_directory(tmp_path: Path) -> None:
     run.write_schedule("all", STORED["all"].to_json())
     run.write_schedule("model-row1", STORED["all"].to_json())
     assert schedules_of_run(str(run.path)) == {"all": STORED["all"], "model-row1": STORED["all"]}
-    with pytest.raises(CheckpointError, match="not a run directory"):
+    with pytest.raises(CheckpointError, match="does not exist; give the directory of a run"):
         schedules_of_run(str(tmp_path / "nothing"))
 
 
