@@ -20,6 +20,7 @@ from typing import Any
 
 from benchmarks import plots
 from benchmarks.large_batch import Curve, read
+from hpctrain.core.text import counted
 from hpctrain.storage.atomic_write import write_json
 
 OURS, PEER, RANDOM = "hpctrain", "torch", "random"
@@ -68,8 +69,7 @@ def markdown(done: Accuracies) -> str:
         lines.append(f"| {LABELS[who]} | {' | '.join(cells)} |")
     apart = differences(done)
     if apart:
-        pairs = f"{len(apart)} {'pair' if len(apart) == 1 else 'pairs'}"
-        lines.append(f"\nhpctrain less PyTorch in {pairs}, mean: {100 * mean(apart):+.2f} points")
+        lines.append(f"\nhpctrain less PyTorch in {counted(len(apart), 'pair')}, mean: {100 * mean(apart):+.2f} points")
     return "\n".join(lines) + "\n"
 
 

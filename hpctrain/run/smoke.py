@@ -25,6 +25,7 @@ from hpctrain.config.images import (
 from hpctrain.config.schema import SYNTHETIC, AugmentConfig, Config, DataConfig, ScheduleConfig, SizeConfig
 from hpctrain.config.values import SLURM
 from hpctrain.core.errors import ConfigError, HpctrainError
+from hpctrain.core.text import counted
 from hpctrain.job.session import StartedJob
 from hpctrain.models import catalogue
 from hpctrain.planner.planned_run import Image
@@ -281,6 +282,6 @@ def _with_legal_grid(config: Config, ranks: int) -> tuple[Config, tuple[str, ...
     if fewer != rows:
         changes["tiles"] = None
     wanted = f"{rows} x {cols}" if cols is not None else f"{rows} x n"
-    of_ranks = f"{ranks} {'rank' if ranks == 1 else 'ranks'} cannot form"
+    of_ranks = f"{counted(ranks, 'rank')} cannot form"
     note = f"a grid of {fewer} x {ranks // fewer} in place of {wanted}, which {of_ranks}"
     return config.model_copy(update={"grid": config.grid.model_copy(update=changes)}), (note,)

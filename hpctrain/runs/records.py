@@ -24,6 +24,7 @@ from typing import Any
 from hpctrain.core.errors import CheckpointError, DataError
 from hpctrain.core.files import json_object, read_bytes
 from hpctrain.core.log import get_logger
+from hpctrain.core.text import counted
 from hpctrain.storage.atomic_write import write_bytes
 
 #: maximum number of records queued in memory; the oldest ones are dropped first
@@ -102,7 +103,7 @@ class PatientRecords:
             self._bookkeeping.attempt(self._what, self._write)
         lost = len(self._waiting) + self._dropped
         if lost:
-            self._bookkeeping.lost(self._what, f"{lost} {'line' if lost == 1 else 'lines'}")
+            self._bookkeeping.lost(self._what, counted(lost, "line"))
         self._waiting, self._dropped = [], 0
 
     def _write(self) -> None:
