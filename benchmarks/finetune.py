@@ -31,7 +31,7 @@ Accuracies = Mapping[str, Mapping[str, Sequence[float]]]
 
 
 def command(who: str, file: str, overrides: Sequence[str], seed: int, output: Path) -> list[str]:
-    """The arguments of one training, behind those that start Python."""
+    """The arguments of one training, after those that start Python."""
     words = [file, *overrides, f"seed={seed}"]
     if who == PEER:
         return ["-m", "benchmarks.finetune_peer", *words, "--out", str(output)]
@@ -121,7 +121,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="of all trainings")
     parser.add_argument("--work", type=Path, required=True, help="where the trainings' directories go")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
-    parser.add_argument("--note", default="", help="written beside the results: the conditions of the measurement")
+    parser.add_argument("--note", default="", help="written next to the results: the conditions of the measurement")
     parser.add_argument("--out", type=Path, help="a file of results")
     parser.add_argument("--plot", type=Path, help="an image; needs matplotlib")
     chosen = parser.parse_args(arguments)

@@ -87,7 +87,7 @@ def shortened(config: Config, ranks: int) -> SmokeTrial:
     size = f"{chosen.data.synthetic.height} x {chosen.data.synthetic.width}"
     stored = f"{images.shape[0]} x {images.shape[1]}"
     of_size = f"synthetic images of {size}{'' if size == stored else f' in place of {stored}'}, {images.classes} classes"
-    of_sizes = _told_sizes(config, chosen)
+    of_sizes = _sizes_note(config, chosen)
     notes = (*of_time, of_size, *of_sizes, *images.notes, *of_weights, *of_grid)
     return SmokeTrial(chosen, tuple(f"smoke: {note}" for note in notes))
 
@@ -188,7 +188,7 @@ def _short_sizes(config: Config, factor: float) -> tuple[SizeConfig, ...]:
     return SizeConfig(size=sizes[0]), SizeConfig(from_epoch=1, size=then)
 
 
-def _told_sizes(config: Config, chosen: Config) -> tuple[str, ...]:
+def _sizes_note(config: Config, chosen: Config) -> tuple[str, ...]:
     """Return a sentence on the image sizes by epoch, if any."""
     if not config.data.sizes:
         return ()

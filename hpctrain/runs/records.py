@@ -170,7 +170,7 @@ def cut_back(path: Path, epoch: int, step: int, *, evaluates: bool = False, goes
     kept = [
         line
         for line, record in zip(lines, records, strict=True)
-        if record is not None and not _is_behind(record, epoch, step, evaluates, goes_back)
+        if record is not None and not _is_recorded_again(record, epoch, step, evaluates, goes_back)
     ]
     new = b"".join(line + b"\n" for line in kept)
     if new == text:
@@ -191,7 +191,7 @@ def unreadable_path(path: Path) -> Path:
     return path.with_name(f"{path.stem}-unreadable.txt")
 
 
-def _is_behind(record: Mapping[str, object], epoch: int, step: int, evaluates: bool, goes_back: bool) -> bool:
+def _is_recorded_again(record: Mapping[str, object], epoch: int, step: int, evaluates: bool, goes_back: bool) -> bool:
     """Return whether a run that resumes at this position will record this line again.
 
     A checkpoint of an epoch's last step may predate the epoch's summary. In that case it still belongs to that epoch.

@@ -469,9 +469,9 @@ def _is_number(value: object) -> TypeGuard[int | float]:
 
 def samples_per_epoch(records: Sequence[Record]) -> int:
     """Return the number of images per epoch from a run's metrics; 0 if it is unknown."""
-    told = [entry.get("samples") for entry in records if entry.get("kind") == "start"]
-    told += [entry.get("images") for entry in records if entry.get("kind") == "epoch"]
-    return max((count for count in told if isinstance(count, int)), default=0)
+    counts = [entry.get("samples") for entry in records if entry.get("kind") == "start"]
+    counts += [entry.get("images") for entry in records if entry.get("kind") == "epoch"]
+    return max((count for count in counts if isinstance(count, int)), default=0)
 
 
 def _place(entry: Record, samples: int) -> float | None:

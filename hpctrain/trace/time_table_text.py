@@ -101,9 +101,9 @@ def _cells(row: Row, step_seconds: float, clock_error_seconds: float) -> tuple[s
 
 
 def _late(late: Late | None, clock_error_seconds: float) -> str:
-    if late is None or late.behind_first_seconds <= clock_error_seconds:
+    if late is None or late.after_first_seconds <= clock_error_seconds:
         return ""
-    return f"{late.rank} by {_ms(late.behind_first_seconds)} ({late.share:.0%})"
+    return f"{late.rank} by {_ms(late.after_first_seconds)} ({late.share:.0%})"
 
 
 def _ms(seconds: float) -> str:
