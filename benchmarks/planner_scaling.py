@@ -5,8 +5,8 @@
 
 A rank has a node of 32 cores and a thread for its messages. Below 32 cores one rank has some of a node's cores: flops follow
 them, and memory serves each of them with 12 GB/s until the node's is used up. Strong scaling keeps a batch of 256 over all ranks,
-weak scaling one image a core. Lee et al. 2018 measured 2516x for VGG-16 and 2734x for ResNet-50 on 8192 cores of Cori Phase I, of a
-batch and a baseline that are not public. All else is simulated; nothing here was measured on such a machine.
+weak scaling one image a core. Lee et al. 2018 measured 2516x for VGG-16 and 2734x for ResNet-50 on 8192 cores of Cori Phase I, of
+a batch and a baseline that are not public. All else is simulated; nothing here was measured on such a machine.
 """
 
 from __future__ import annotations
