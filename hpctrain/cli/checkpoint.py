@@ -334,7 +334,7 @@ def _use_lines(out: Path, metadata: Mapping[str, str]) -> Iterator[str]:
         height, width, channels = known["image_shape"]
         yield f"Input: images of {height} x {width} pixels and {counted(channels, 'channel')}."
     if "mean" in known and "std" in known:
-        mean, std = (", ".join(f"{value:.4g}" for value in known[key]) for key in ("mean", "std"))
+        mean, std = (" ".join(f"{value:.4g}" for value in known[key]) for key in ("mean", "std"))
         yield f"Divide pixels by 255, subtract the mean {mean} and divide by the standard deviation {std}."
     if "classes" in known:
         yield f"Output: a logit for each of {counted(len(known['classes']), 'class')}."

@@ -520,10 +520,12 @@ def judge_progress(job: JobView, facts: Sequence[OverlapMeasurement | None]) -> 
     shares = {mode: measured.hidden(mode) for mode in measured.by_round}
     modes = sorted(shares, key=shares.__getitem__, reverse=True)
     percent = [f"{min(max(shares[mode], 0), 1):.0%}" for mode in modes]  # the exchange may also delay the computation
-    by_mode = ", ".join(f"{share} with progress={mode}" for share, mode in zip(percent[1:], modes[1:], strict=True))
+    hidden = [f"{share} with progress={mode}" for share, mode in zip(percent, modes, strict=True)]
+    hidden[0] = hidden[0].replace("%", "% of this time")
     sentence = (
         f"The ranks exchanged {size_text(measured.message_bytes)} in {measured.wire_seconds * 1e3:.0f} ms. Computing at the same "
-        f"time hides {percent[0]} of this time with progress={modes[0]}, {by_mode}. What is not hidden lengthens each step."
+        f"time hides {'nothing of this time' if set(percent) == {'0%'} else ', '.join(hidden)}. What is not hidden lengthens "
+        "each step."
     )
     wanted = "auto" if job.config is None else job.config.progress
     if shares[modes[0]] < _LITTLE:

@@ -374,7 +374,8 @@ def _summary(records: Sequence[RunRecord]) -> PagePart:
     figures = [summary(record) for record in records]
     lines = tuple(Line((heading, *values)) for heading, values in summary_texts(figures))
     table = Table("", ("", *(record.name for record in records)), lines, of_runs=True)
-    sentences = tuple(f"{records[run].name}: {text}." for run, text in prediction_sentences(figures))
+    notes = prediction_sentences(figures)
+    sentences = tuple(f"{f'{records[run].name}: ' if len(records) > 1 else ''}{text}." for run, text in notes)
     return PagePart("summary", "Summary", tables=(table,), sentences=sentences)
 
 

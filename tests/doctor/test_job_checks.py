@@ -159,7 +159,7 @@ JUDGED: list[tuple[Check, JobView, Sequence[Any], str, str, str]] = [
         "",
     ),
     (node_checks.PROGRESS, view(2), hides(0.2, none=-1.0), "nothing-hides", "", "so that a core is free for messages"),
-    (node_checks.PROGRESS, view(2), hides(-0.5, none=-1.0), "nothing-hides", "hides 0% of this time", "increase `batch`"),
+    (node_checks.PROGRESS, view(2), hides(-0.5, none=-1.0), "nothing-hides", "hides nothing of this time.", "increase `batch`"),
     (node_checks.PROGRESS, view(2), hides(0.3, none=-1.0), "", "", ""),
     *(
         (node_checks.PROGRESS, view(2, config=configuration(f"progress={mode}")), hides(0.8, none=0.1), key, f"={mode}.", fix)
