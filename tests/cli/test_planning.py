@@ -208,7 +208,9 @@ def test_a_plan_advises_on_the_number_of_ranks() -> None:
         shown = CliRunner().invoke(cli, ["plan", "show", *words, "--image", str(image), str(image), "1", "--classes", "10"])
         assert shown.exit_code == 0, shown.output
         text = " ".join(shown.output.split())
-        assert re.search(rf"By the model of machine .+, a step takes .+ on 8 ranks, .+ on 4( and .+ on 16)?: {advice}\.", text), text
+        assert re.search(rf"By the model of machine .+, a step takes .+ on 8 ranks, .+ on 4( and .+ on 16)?: {advice}\.", text), (
+            text
+        )
 
 
 def test_ranks_per_node_are_compared_on_the_same_cores(tmp_path: Path) -> None:
