@@ -422,7 +422,8 @@ def _scheduled(curve: Curve, record: RunRecord) -> Curve:
         rates = [rate(place - steps * step) for steps in (0, 1, 2)]  # a record has the rate of one of the latest steps
         if not min(rates) * (1 - _CLOSE) <= recorded <= max(rates) * (1 + _CLOSE):
             return curve
-    begin = float(next((entry.get("done_samples", 0) for entry in record.state.of_kind("start")), 0)) / max(samples, 1)
+    done = next((entry.get("done_samples") for entry in record.state.of_kind("start")), 0)
+    begin = done / max(samples, 1) if isinstance(done, int | float) else curve.xs[0]
     places = np.linspace(min(begin, curve.xs[0]), curve.xs[-1], MOST_POINTS)
     return replace(curve, xs=tuple(places.tolist()), ys=tuple(rate(place) for place in places.tolist()))
 
