@@ -83,11 +83,11 @@ def _own_code_and_garbage() -> Generator[None]:
     Then collect the module's garbage, and exclude what is left from later collections. A call of `hpctrain.train` ends with a
     collection, which takes seconds if it visits all tests and everything that earlier modules have cached.
     """
-    files, folders = dict(user_code._files), list(user_code._beside)
+    files, folders = dict(user_code._files), list(user_code._config_folders)
     yield
     user_code._files.clear()
     user_code._files.update(files)
-    user_code._beside[:] = folders
+    user_code._config_folders[:] = folders
     gc.collect()
     gc.freeze()
 
