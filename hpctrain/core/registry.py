@@ -31,7 +31,7 @@ from typing import Any, Generic, Literal, TypeVar, Union, cast, get_args, get_or
 from pydantic import PydanticUserError, TypeAdapter, ValidationError
 
 from hpctrain.core import user_code
-from hpctrain.core.errors import ConfigError, OptionError
+from hpctrain.core.errors import ConfigError, HpctrainError, OptionError
 from hpctrain.core.text import MISSPELT, SYNONYMS, choices, joined, nearest, rule, shortened
 
 T = TypeVar("T")
@@ -130,17 +130,28 @@ class Registry(Generic[T]):
 
     @contextmanager
     def refusals(self, name: str) -> Iterator[None]:
-        """Convert a ValueError of user code into a ConfigError (context manager). Errors of hpctrain's own code pass unchanged.
+        """Convert an exception of user code into a ConfigError (context manager). Errors of hpctrain's own code pass unchanged.
 
         Raises:
-            ConfigError: user code raised a ValueError.
+            ConfigError: user code raised a ValueError, which refuses a value, or has failed.
         """
+        label = f'{_capital(self.kind)} "{name}"'
         try:
             yield
-        except ValueError as error:
+        except HpctrainError as error:
+            line = "" if isinstance(error, OptionError) else user_code.calling_line(error)
+            if line:
+                error.args = (f"{str(error).removesuffix('.')} ({line}).", *error.args[1:])
+            raise
+        except Exception as error:
             if not user_code.is_reference(name) and name not in (offer.name for offer in self.offers()):
                 raise
-            raise ConfigError(f'{_capital(self.kind)} "{name}" is invalid: {str(error).rstrip(".")}.') from error
+            if isinstance(error, ValueError) and user_code.raises_itself(error):
+                raise ConfigError(f"{label} is invalid: {str(error).rstrip('.')}.") from error
+            fault = user_code.fault(error, label)
+            if fault is None:
+                raise
+            raise fault from error
 
     def _classes(self) -> dict[str, Callable[..., T]]:
         """Return the entries of a single module by name: "sgd" for `Sgd`, "two_words" for `TwoWords`."""
@@ -385,7 +396,8 @@ def _wrong_type(name: str, value: Any, expected: Any, default: Any, legal: str |
     near, kind = _nearest_value(value, expected), _members(expected)[0]
     origin = get_origin(kind) or kind
     if near is not None:
-        advice = f"the nearest legal value is {near!r}"
+        plain = not isinstance(near, list) or isinstance(value, str | int | float)
+        advice = f"the nearest legal value is {near!r}" if plain else "the nearest legal value is a list that contains it"
     elif inspect.isclass(value) and inspect.isclass(origin) and issubclass(value, origin):
         advice = f"call the class, as in {value.__name__}()"
     elif legal is not None:
