@@ -79,6 +79,11 @@ def check(file: Path, overrides: tuple[str, ...]) -> None:
     )
     if images is not None:
         echo_wrapped(f"  {data_line(loaded, len(images), 0 if images.split is None else len(images.split.validation))}")
+    else:
+        echo_wrapped(
+            f"  checked without {loaded.data.train}, which {unread(loaded.data.train)}: keys, names, options and the values that must "
+            "fit together; not checked: the data, and the network for the sizes of its images"
+        )
 
 
 @config.command(name="list")
@@ -110,7 +115,9 @@ def copy(names: tuple[str, ...], directory: Path) -> None:
     from hpctrain.config import examples
 
     for path, is_new in examples.copy(names, directory).items():
-        echo(f"{path}{'' if is_new else ': exists already, unchanged'}")
+        echo(path)
+        if not is_new:
+            echo(f"{path} exists already and is unchanged", err=True)
 
 
 @config.command()

@@ -131,6 +131,8 @@ class ArrayOperator(Operator):
             ShapeError: the result has another shape than the target.
         """
         try:
+            if value is None:  # NumPy would write nan
+                raise TypeError
             target[...] = value
         except (TypeError, ValueError):
             shape = f"shape {np.shape(value)}" if isinstance(value, np.ndarray) else f"the value {shortened(value)}"
