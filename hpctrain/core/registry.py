@@ -227,10 +227,10 @@ def _converted_options(
         if key in reserved:
             raise OptionError(f'Option "{key}" of {label} is set by the program; remove it.', key)
         if key not in parameters and not open_ended:
-            raise OptionError(f'{_capital(label)} has no option "{key}"; {choices(key, known)}.', key, known=known)
+            raise OptionError.of_parts(f'{_capital(label)} has no option "{key}"', choices(key, known), key, known)
     for key in known:
         if key not in options and parameters[key].default is inspect.Parameter.empty:
-            raise OptionError(f'{_capital(label)} needs the option "{key}".', key)
+            raise OptionError.of_parts(f'{_capital(label)} needs the option "{key}"', "", key)
     return {
         key: _converted(value, parameters[key].annotation, f'Option "{key}" of {label}', key) if key in parameters else value
         for key, value in options.items()

@@ -481,6 +481,7 @@ class PadChannelsSpec:
 
     before: int
     after: int
+    any_arrays: ClassVar[bool] = True
     window: ClassVar[Window] = Window((1, 1), (1, 1), (0, 0, 0, 0))  # each pixel separately
 
     def with_window(self, window: Window) -> PadChannelsSpec:
