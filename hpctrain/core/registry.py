@@ -421,8 +421,9 @@ def _wrong_item(name: str, value: Any, expected: Any) -> tuple[str, Any, Any]:
             items = list(enumerate(value))
         else:
             continue
+        fits = _test(kind)
         if inspect.isclass(kind) and kind not in _TYPE_WORDS:
-            wrong = ((f"{name}[{key!r}]", item, kind) for key, item in items if not _test(kind)(item))
+            wrong = ((f"{name}[{key!r}]", item, kind) for key, item in items if not fits(item))
             return next(wrong, (name, value, expected))
     return name, value, expected
 

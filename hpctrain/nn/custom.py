@@ -90,7 +90,7 @@ class ArrayOperator(Operator):
 
     def __init__(self, spec: ArraySpec, x: TensorSpec) -> None:
         self.spec, self.inputs, self.output = spec, (x,), spec.output(x)
-        self._layer = spec.layer
+        self._layer, self._name = spec.layer, spec.name
         self._saved: dict[str, Any] = {}
         self._dx: Array | None = None
 
@@ -144,4 +144,4 @@ class ArrayOperator(Operator):
     def _place(self, method: str) -> str:
         """Return the name of the layer, the class, the method, and its file and line."""
         code = getattr(type(self._layer), method).__code__
-        return f"Layer {self.spec.name}: {type(self._layer).__name__}.{method} ({code.co_filename}, line {code.co_firstlineno})"
+        return f"Layer {self._name}: {type(self._layer).__name__}.{method} ({code.co_filename}, line {code.co_firstlineno})"

@@ -289,8 +289,7 @@ def _run_phases(
     try:
         enter(session, RunPhase.INTRODUCE)
         _introduce(session, setup, reporter, (nothing_to_choose(session.config, len(setup.loader)), limit.sentence))
-        _introduce_start(session, setup, reporter, start, asked.resume, state)
-        reporter.say(f"run directory {directory.path}{', which a successful trial deletes' if asked.trial else ''}")
+        _introduce_start(session, setup, reporter, start, asked, directory, state)
         watch.keeps(partial(kept_clause, directory))
         flight_records.keep(session, directory, reporter, shrunk=state.shrunk)
         enter(session, RunPhase.MEASURE)
@@ -565,22 +564,24 @@ def _introduce_start(
     setup: TrainingSetup,
     reporter: Reporter,
     start: Start | None,
-    resume: str | None,
+    asked: _Request,
+    directory: RunDirectory,
     state: ShrinkState,
 ) -> None:
-    """Report lost ranks, the position of a resume, and initial weights."""
+    """Report lost ranks, the position of a resume, initial weights, and the path of the run directory."""
     position = Position() if start is None else start.position
     state.tell(reporter, position, session.world.size)
     config = session.config
     if start is not None:
         introduce(start, config, setup.loader.sampler.samples, reporter)
-    elif resume is not None:
+    elif asked.resume is not None:
         reporter.say(f"nothing to resume: no run named {config.name} in {Path(config.output).absolute()} has a checkpoint yet")
     if start is None and config.init.whiten is not None:
         reporter.say(f"filters of {config.init.whiten} whiten patches of training images")
     if start is None and config.init.weights is not None:
         left_out = f", without {', '.join(config.init.ignore)}" if config.init.ignore else ""
         reporter.say(f"weights of {config.init.weights}{left_out}")
+    reporter.say(f"run directory {directory.path}{', which is deleted if the trial succeeds' if asked.trial else ''}")
 
 
 def _start_measuring(session: Session, setup: TrainingSetup, directory: RunDirectory, reporter: Reporter) -> ProgressMode:
