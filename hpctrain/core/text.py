@@ -99,8 +99,8 @@ def pipe_columns(columns: int = LOG_COLUMNS, environ: Mapping[str, str] = os.env
 
 
 def counted(number: int, noun: str) -> str:
-    """Return a number with its noun: "1 rank", "3 ranks"."""
-    return f"{number} {noun}{'' if number == 1 else 's'}"
+    """Return a number with its noun: "1 rank", "60,000 images", "3 classes"."""
+    return f"{number:,} {noun}{'' if number == 1 else 'es' if noun.endswith('ss') else 's'}"
 
 
 def loss_text(loss: float) -> str:

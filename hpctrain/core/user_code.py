@@ -45,7 +45,7 @@ _INSTRUMENTS = "hpctrain_testing"
 _NO_NAMES = ("__main__", "__mp_main__")
 
 #: directory of the configuration file that this process has read last
-_beside: list[Path] = []
+_config_folders: list[Path] = []
 #: reference -> file of its code
 _files: dict[str, Path] = {}
 
@@ -70,14 +70,14 @@ def is_reference(name: str) -> bool:
     return ":" in name
 
 
-def search_beside(file: Path) -> None:
+def search_next_to(file: Path) -> None:
     """Also search for modules and files in the directory of this configuration file."""
-    _beside[:] = [file.parent]
+    _config_folders[:] = [file.parent]
 
 
 def folder_with(path: Path) -> Path | None:
     """Return the directory of the configuration file or its parent, if a relative path exists in one of them; else None."""
-    folders = (folder for beside in _beside for folder in (beside.resolve(), beside.resolve().parent))
+    folders = (folder for known in _config_folders for folder in (known.resolve(), known.resolve().parent))
     return next((folder for folder in folders if (folder / path).is_file()), None)
 
 
@@ -169,13 +169,13 @@ def unnamed(file: str) -> str:
 
 
 def _existing(file: str) -> Path | None:
-    return next((path for path in (root / file for root in (Path(), *_beside)) if path.is_file()), None)
+    return next((path for path in (root / file for root in (Path(), *_config_folders)) if path.is_file()), None)
 
 
 def _nearest_file(file: str) -> str:
     """Return "; the nearest is PATH" for a missing file of code; empty if no file of its directory is similar."""
     given = Path(file)
-    names = [found.name for root in (Path(), *_beside) for found in (root / given.parent).glob("*.py")]
+    names = [found.name for root in (Path(), *_config_folders) for found in (root / given.parent).glob("*.py")]
     near = nearest(given.name, names)
     return "" if near is None else f"; the nearest is {given.with_name(near)}"
 
@@ -185,7 +185,7 @@ def _from_module(reference: str, name: str) -> ModuleType:
         raise ConfigError(
             f'"{reference}" is not a reference to a module; write module:Name, or the path of a file ending in .py.'
         )
-    _extend_path(Path(), *_beside)
+    _extend_path(Path(), *_config_folders)
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
@@ -231,8 +231,10 @@ def _extend_path(*directories: Path) -> None:
 
 
 def _places() -> str:
-    beside = [f" or in {directory}, next to the configuration" for directory in _beside if directory.resolve() != Path.cwd()]
-    return "".join(["the working directory", *beside])
+    others = [
+        f" or in {directory}, next to the configuration" for directory in _config_folders if directory.resolve() != Path.cwd()
+    ]
+    return "".join(["the working directory", *others])
 
 
 def _failed(reference: str, error: BaseException) -> ConfigError:

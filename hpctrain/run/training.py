@@ -472,7 +472,7 @@ def _new_directory(session: Session, setup: TrainingSetup, ownership: RunOwnersh
 
 
 def _remove_left(config: Config, directory: RunDirectory) -> None:
-    """Delete the unfinished checkpoints that other runs of this name left behind, except those of a run that another job owns."""
+    """Delete the unfinished checkpoints that other runs of this name left, except those of a run that another job owns."""
     for run in runs(Path(config.output), config.name):
         if run.path != directory.path and living_owner(run.path) is None:
             remove_left(run.checkpoints, least_age_seconds=ABANDONED_SECONDS)

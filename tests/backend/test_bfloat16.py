@@ -84,6 +84,7 @@ def random_operation(chance: random.Random) -> tuple[Spec, list[tuple[int, ...]]
     edges = chance.choice([(1, 1, 1, 1), (0, 0, 0, 0), (0, 1, 2, 0)])
     wide = Conv2dSpec(128, 256, Window((3, 3), (chance.randint(1, 2),) * 2, edges), 1, chance.random() < 0.5)
     narrow = Conv2dSpec(512, 520, Window((1, 1), (chance.randint(1, 2),) * 2, (0, 0, 0, 0)), 1, chance.random() < 0.5)
+    patches = Conv2dSpec(3, 1368, Window((8, 8), (8, 8), (0, 0, 0, 0)), 1, chance.random() < 0.5)
     features = shape[1] * shape[2] * channels
     linear = LinearSpec(features, outputs, chance.random() < 0.5)
     sums = chance.random() < 0.5
@@ -93,6 +94,7 @@ def random_operation(chance: random.Random) -> tuple[Spec, list[tuple[int, ...]]
             (wide, [(2, 3, 3, 128)]),
             (WithRelu(wide), [(2, 3, 3, 128)]),
             (narrow, [(3, 2, 3, 512)]),
+            (patches, [(2, 16, 16, 3)]),
             (linear, [(shape[0], features)]),
             (WithRelu(linear), [(shape[0], features)]),
             (BatchNormSpec(channels, relu=chance.random() < 0.5), [shape]),

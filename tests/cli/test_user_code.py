@@ -182,7 +182,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setattr(user_code, "_files", {})
-    monkeypatch.setattr(user_code, "_beside", [])
+    monkeypatch.setattr(user_code, "_config_folders", [])
     yield tmp_path
     sys.modules.pop("own_code", None)
 

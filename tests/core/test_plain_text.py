@@ -19,6 +19,7 @@ from hpctrain.core.console import PlainConsole
 from hpctrain.core.text import (
     beginning_with,
     colours,
+    counted,
     echo,
     echo_block,
     escaped,
@@ -89,6 +90,15 @@ def test_upper_case_changes_no_nearest_name() -> None:
     for name in ("resnet1", "resnet3", "vgg1", "vgg3"):
         assert nearest(name, names) == nearest(name.upper(), names) == nearest(name.title(), names)
     assert nearest("vgg3", ["Vgg13", "vgg23"]) == "Vgg13"
+
+
+@pytest.mark.parametrize(
+    ("number", "noun", "text"),
+    [(0, "step", "0 steps"), (1, "image", "1 image"), (60_000, "image", "60,000 images"), (3, "class", "3 classes")],
+)
+def test_counts_have_separators_and_plurals(number: int, noun: str, text: str) -> None:
+    """Would find a count that is hard to read, such as 1281167 images."""
+    assert counted(number, noun) == text
 
 
 @pytest.mark.parametrize(
