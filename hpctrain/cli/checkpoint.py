@@ -50,14 +50,14 @@ def listing(path: Path) -> None:
         try:
             stored = StoredCheckpoint.of(step, file)
         except OSError:
-            echo(f"step {step:>8}  a broken link: {file}")
+            echo(f"{file} of step {step} is a broken link", err=True)
             continue
         written = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(stored.written))
         is_best = best is not None and best.checkpoint == file.name
         column = f"{mark if is_best else '':{len(mark)}}  " if mark else ""
         echo(f"step {step:>8}  {size_text(stored.n_bytes):>10}  {written}  {column}{file}")
     if best is not None and not (files[0][1].parent / best.checkpoint).exists():
-        echo(f"the best checkpoint, {best.checkpoint} ({best}), no longer exists")
+        echo(f"the best checkpoint, {best.checkpoint} ({best}), no longer exists", err=True)
 
 
 @checkpoint.command()

@@ -162,7 +162,9 @@ def fetch(name: str, out: Path, overwrite: bool) -> None:
 
     unchanged = set() if overwrite else set(out.glob("*.h5"))
     for path in sources.fetch(out, sources.DATA_SETS[name], overwrite=overwrite, bar=progress).values():
-        echo(f"{path}{': exists already, unchanged' if path in unchanged else ''}")
+        echo(path)
+        if path in unchanged:
+            echo(f"{path} exists already and is unchanged", err=True)
 
 
 @data.command()

@@ -134,6 +134,7 @@ def train(
             style=style,
             state=job.shrink_state,
             complete=complete,
+            trial=smoke,
         )
         return end.reason is not None
 
