@@ -151,7 +151,7 @@ def test_a_division_by_zero_is_an_error(bench: Callable[[int], Bench]) -> None:
 @pytest.mark.parametrize(
     ("kernel", "arguments", "message"),
     [
-        ("shared_overrun", (10,), "or another of its block writes behind an array in shared memory"),
+        ("shared_overrun", (10,), "or another of its block writes after the end of an array in shared memory"),
         ("shared_overrun", (12,), "touches memory"),
         ("shared_overrun", (-1,), "or another of its block writes in front of an array in shared memory"),
         ("shared_overrun", (-20000,), "touches memory"),
