@@ -62,7 +62,7 @@ SITE_VENV ?= .venv-site
 GPU_PLANS_VENV ?= .venv-gpu-plans
 GPU_PLANS_PY := $(GPU_PLANS_VENV)/bin/python
 
-# Two cores and more ranks than cores in tests: one thread a rank, unless said otherwise. Compiled modules are kept: without them every
+# Two cores and more ranks than cores in tests: one thread a rank, unless stated otherwise. Compiled modules are kept: without them every
 # process that a test starts compiles the package again, which takes longer than all that most jobs do.
 TEST_ENV = OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 MKL_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= \
 	HPCTRAIN_TEST_LEVEL=$(LEVEL)

@@ -62,7 +62,7 @@ def pending(variants: Iterable[str], seeds: Sequence[int], done: Mapping[str, Ma
 
 
 def command(file: str, overrides: Sequence[str], seed: int, output: Path, ranks: int, *, resume: bool) -> list[str]:
-    """The arguments of one training, behind those that start Python."""
+    """The arguments of one training, after those that start Python."""
     words = ["-m", "hpctrain", "train", file, *overrides, f"seed={seed}", f"name={NAME}", f"output={output}"]
     return [*(["-m", "mpi4py"] if ranks > 1 else []), *words, *(["--resume", "auto"] if resume else [])]
 
@@ -95,8 +95,8 @@ def markdown(results: Mapping[str, Any]) -> str:
             continue
         cells = [f"{100 * values[seed]:.2f}" if seed in values else "" for seed in seeds]
         apart = None if name == BASE else difference(values, done.get(BASE, {}))
-        told = ("", "") if apart is None else (f"{100 * apart.mean:+.2f}", _interval(apart))
-        rows.append((name, *cells, f"{100 * mean(values.values()):.2f}", *told))
+        points = ("", "") if apart is None else (f"{100 * apart.mean:+.2f}", _interval(apart))
+        rows.append((name, *cells, f"{100 * mean(values.values()):.2f}", *points))
     table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
     words = " ".join([results["file"], *results["overrides"]])
     return f"`{words}`, {results['ranks']} ranks, test accuracy in %\n\n{table}\n"

@@ -1,4 +1,4 @@
-"""Images per second of a core that the random operations take, ours beside torchvision's on the same images.
+"""Images per second of a core that the random operations take, ours next to torchvision's on the same images.
 
     python -m benchmarks.augmentations                         # torchvision has to be installed
     python -m benchmarks.augmentations --rounds 25 --out augmentations.json

@@ -1,4 +1,4 @@
-"""Processor time of compressed messages, in one process and beside the sum of magnitudes of the same array.
+"""Processor time of compressed messages, in one process and next to the sum of magnitudes of the same array.
 
     python -m benchmarks.compress                                        # float32, 10 million elements
     python -m benchmarks.compress --elements 1000000 --dtype float64 --out compress.json

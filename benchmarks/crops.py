@@ -1,4 +1,4 @@
-"""Images per second of a core from stored pixels to normalised crops, ours beside torchvision's on the same images.
+"""Images per second of a core from stored pixels to normalised crops, ours next to torchvision's on the same images.
 
     python -m benchmarks.crops                                  # torchvision has to be installed
     python -m benchmarks.crops --rounds 25 --out crops.json

@@ -1,8 +1,8 @@
-"""One rank of PyTorch's DistributedDataParallel over gloo: the peer of `overlap.py`, stepping when it is told to.
+"""One rank of PyTorch's DistributedDataParallel over gloo: the peer of `overlap.py`, stepping on request.
 
-Runs in an environment with PyTorch and without hpctrain: a file of its own, started by `overlap.py` beside each rank. It listens
+Runs in an environment with PyTorch and without hpctrain: a file of its own, started by `overlap.py` next to each rank. It listens
 on a local socket; each line it gets is {"kind": "ddp" or "compute-only", "lead": n, "steps": n}, and each line it answers with
-says how long a step took. It waits without spinning, so that the rank beside it has the core.
+says how long a step took. It waits without spinning, so that the rank next to it has the core.
 
 It is set up as well as we know: one thread, gradients as views into the buckets, the fused optimiser, and of the two memory
 formats the one whose step is shorter here.
@@ -24,7 +24,7 @@ from typing import Any
 sys.path.append(str(Path(__file__).parents[1] / "hpctrain" / "bench"))  # hpctrain is not installed here
 
 import torch
-from process import be_nice, cpu_seconds, sent_bytes  # beside this file: there is no package to import from
+from process import be_nice, cpu_seconds, sent_bytes  # next to this file: there is no package to import from
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch_models import build

@@ -1,4 +1,4 @@
-"""Images per second of a core from JPEG files: decoders beside each other, and from the file to normalised pixels.
+"""Images per second of a core from JPEG files: decoders next to each other, and from the file to normalised pixels.
 
     python -m benchmarks.decode DIRECTORY                   # JPEG files below it; OpenCV and torchvision where they are installed
     python -m benchmarks.decode DIRECTORY --rounds 25 --out decode.json

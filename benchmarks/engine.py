@@ -6,7 +6,7 @@
 
 A step is forward, loss, backward, momentum update and running statistics. PATH is a Python that has torch; each of its variants
 (both memory formats, plain and with huge pages and the fused optimiser, with --compile also compiled) has a process of its own,
-as have our kernel sets. Peers that are 25 % behind the best one after three rounds stop there; all others run all rounds.
+as have our kernel sets. Peers that are 25 % slower than the best one after three rounds stop there; all others run all rounds.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def commands(net: Net, threads: int, chosen: argparse.Namespace) -> dict[str, An
 
 
 def measure(name: str, threads: int, chosen: argparse.Namespace) -> dict[str, Any]:
-    """All variants of one network with so many threads, as JSON holds it."""
+    """All variants of one network with this number of threads, as JSON holds it."""
     net = NETS[name] if chosen.batch is None else replace(NETS[name], batch=chosen.batch)
     clock = "cpu" if threads == 1 else "wall"
     variants = commands(net, threads, chosen)

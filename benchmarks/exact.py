@@ -1,4 +1,4 @@
-"""The price of the same bits on any number of ranks: steps with shards beside `sharded`, and beside as many micro-batches.
+"""The price of the same bits on any number of ranks: steps with shards next to `sharded`, and next to as many micro-batches.
 
     python -m benchmarks.exact                        # ResNet-18 at 64 px, 2 ranks: shared memory, then links of 1 Gb/s (as root)
     python -m benchmarks.exact --shared-memory        # without links

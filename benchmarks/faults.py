@@ -46,14 +46,14 @@ def measure_cut_link() -> dict[str, Any]:
             "deadline_seconds": DEADLINE_SECONDS,
         }
         train = ["-m", "mpi4py", "-m", "hpctrain", "train", str(folder / "faulty.yaml"), *(f"{key}={keys[key]}" for key in keys)]
-        said = folder / "said"
+        printed = folder / "printed"
         with (
-            open(said, "w") as file,
+            open(printed, "w") as file,
             subprocess.Popen(
                 lab.mpiexec([sys.executable, *train]), env=clean_environment(), cwd=folder, stdout=file, stderr=subprocess.STDOUT
             ) as process,
         ):
-            _until(lambda: " step " in said.read_text(), _START_SECONDS)
+            _until(lambda: " step " in printed.read_text(), _START_SECONDS)
             begin = time.monotonic()
             lab.cut(1)
             try:
@@ -64,8 +64,8 @@ def measure_cut_link() -> dict[str, Any]:
         seconds = time.monotonic() - begin
         sentences = findings(folder)["findings"]
         assert isinstance(sentences, list)
-        told = next((text for text in sentences if "as where a link is cut" in text), "")
-        return {"ends": True, "seconds": seconds, "code": code, "named": bool(told) and code != 0, "said": told}
+        report = next((text for text in sentences if "as where a link is cut" in text), "")
+        return {"ends": True, "seconds": seconds, "code": code, "named": bool(report) and code != 0, "said": report}
 
 
 def _until(reached: Callable[[], bool], seconds: float) -> None:
@@ -84,14 +84,14 @@ def measure(fault: Fault, device: str | None = None) -> dict[str, Any]:
             outcome = run_fault(fault, folder, device=device)
         except subprocess.TimeoutExpired:
             return dict(_HANGS)
-        told = findings(folder)
-        sentences = told["findings"]
+        report = findings(folder)
+        sentences = report["findings"]
         assert isinstance(sentences, list)
-        named = is_named(fault, outcome, told)
-        said = next((line for line in outcome.output.splitlines() if any(words in line for words in fault.words)), "")
-        said = next((text for text in sentences if any(words in text for words in fault.words)), said)
-        said = said.replace(name, "FOLDER")
-        return {"ends": True, "seconds": outcome.seconds, "code": outcome.code, "named": named, "said": said}
+        named = is_named(fault, outcome, report)
+        sentence = next((line for line in outcome.output.splitlines() if any(words in line for words in fault.words)), "")
+        sentence = next((text for text in sentences if any(words in text for words in fault.words)), sentence)
+        sentence = sentence.replace(name, "FOLDER")
+        return {"ends": True, "seconds": outcome.seconds, "code": outcome.code, "named": named, "said": sentence}
 
 
 def markdown(results: dict[str, Any]) -> str:

@@ -20,6 +20,7 @@ from typing import Any
 
 from benchmarks import plots
 from benchmarks.large_batch import Curve, read
+from hpctrain.core.text import counted
 from hpctrain.storage.atomic_write import write_json
 
 OURS, PEER, RANDOM = "hpctrain", "torch", "random"
@@ -30,7 +31,7 @@ Accuracies = Mapping[str, Mapping[str, Sequence[float]]]
 
 
 def command(who: str, file: str, overrides: Sequence[str], seed: int, output: Path) -> list[str]:
-    """The arguments of one training, behind those that start Python."""
+    """The arguments of one training, after those that start Python."""
     words = [file, *overrides, f"seed={seed}"]
     if who == PEER:
         return ["-m", "benchmarks.finetune_peer", *words, "--out", str(output)]
@@ -68,8 +69,7 @@ def markdown(done: Accuracies) -> str:
         lines.append(f"| {LABELS[who]} | {' | '.join(cells)} |")
     apart = differences(done)
     if apart:
-        pairs = f"{len(apart)} {'pair' if len(apart) == 1 else 'pairs'}"
-        lines.append(f"\nhpctrain less PyTorch in {pairs}, mean: {100 * mean(apart):+.2f} points")
+        lines.append(f"\nhpctrain less PyTorch in {counted(len(apart), 'pair')}, mean: {100 * mean(apart):+.2f} points")
     return "\n".join(lines) + "\n"
 
 
@@ -121,7 +121,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="of all trainings")
     parser.add_argument("--work", type=Path, required=True, help="where the trainings' directories go")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
-    parser.add_argument("--note", default="", help="written beside the results: the conditions of the measurement")
+    parser.add_argument("--note", default="", help="written next to the results: the conditions of the measurement")
     parser.add_argument("--out", type=Path, help="a file of results")
     parser.add_argument("--plot", type=Path, help="an image; needs matplotlib")
     chosen = parser.parse_args(arguments)

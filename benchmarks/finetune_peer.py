@@ -51,7 +51,7 @@ def prepare(file: Path, overrides: Sequence[str]) -> tuple[Config, TrainingSetup
 
 
 def check(config: Config) -> None:
-    """Refuse what PyTorch is not told here.
+    """Refuse what is not passed to PyTorch here.
 
     Raises:
         ConfigError: names the key.

@@ -57,7 +57,7 @@ class PeerStep:
         self._loss = torch.nn.CrossEntropyLoss()
 
     def run(self) -> Any:
-        """One step; gives the loss, still on the device."""
+        """Run one step and return the loss, still on the device."""
         self._optimizer.zero_grad(set_to_none=True)
         with self._torch.autocast(self._device, self._torch.bfloat16):
             loss = self._loss(self._network(self._images), self._labels)
@@ -72,7 +72,7 @@ class PeerStep:
 
 
 def measure(step: PeerStep, batch: int, repeats: int, steps: int) -> dict[str, Any]:
-    """Seconds of a step in each of `repeats` turns of so many steps; the losses' finiteness is read after the clock."""
+    """Seconds of a step in each of `repeats` turns of `steps` steps; the losses' finiteness is read after the clock."""
     for _ in range(_WARM_UP):
         loss = step.run()
     step.wait()

@@ -5,8 +5,8 @@
 
 Plans are made by the package's own code from each device's properties (benchmarks/gpu/properties: from data sheets, not read from
 a device), for training at the models' own image sizes: deterministic and in a bounded workspace. So cuDNN has checked that the
-engine supports the convolution, and compiled it where engines are compiled at run time. Nothing is run: nothing is said of speed
-or results. Ends with 1 where a convolution has no plan.
+engine supports the convolution, and compiled it where engines are compiled at run time. Nothing is run, so speed and results
+remain unknown. Ends with 1 where a convolution has no plan.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--batch", type=int, nargs="+", default=[256, 32], help="images of a step")
     parser.add_argument("--devices", nargs="+", default=devices, choices=devices)
     parser.add_argument("--precisions", nargs="+", default=list(PRECISIONS), choices=PRECISIONS)
-    parser.add_argument("--random", type=int, default=0, metavar="COUNT", help="convolutions of random geometry beside these")
+    parser.add_argument("--random", type=int, default=0, metavar="COUNT", help="convolutions of random geometry next to these")
     parser.add_argument("--out", type=Path, help="JSON file")
     return parser.parse_args(arguments)
 

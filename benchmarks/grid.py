@@ -6,7 +6,7 @@
     python -m benchmarks.grid --report benchmarks/results/grid-halos-vgg16.json
 
 All variants run in one job and take turns; a figure is the median over rounds of values from one round, with its bootstrap
-interval of 95 %. More ranks than cores are told in the report: their times compare variants, they are no speed-up.
+interval of 95 %. The report notes more ranks than cores: their times compare variants, they are no speed-up.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def measure(chosen: argparse.Namespace) -> dict[str, Any]:
 
 
 def averager_of(chosen: argparse.Namespace) -> str:
-    """Halos are measured beside an averager that sends nothing under forward and backward: the link is theirs alone."""
+    """Halos are measured next to an averager that sends nothing under forward and backward: the link is theirs alone."""
     return str(chosen.averager or ("blocking" if chosen.what == "halos" else "sharded"))
 
 

@@ -1,4 +1,4 @@
-"""The cost of a record of hashes: processor time on one rank that holds a whole model, beside that of SHA-256 of as many bytes.
+"""The cost of a record of hashes: processor time on one rank that holds a whole model, next to that of SHA-256 of as many bytes.
 
     python -m benchmarks.hashes                # ResNet-20 and ResNet-50; seconds
     python -m benchmarks.hashes --report       # Markdown of the file of results; runs nothing

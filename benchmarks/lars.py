@@ -4,7 +4,7 @@
     python -m benchmarks.lars resnet50 --ranks 1 2 --rounds 9
     python -m benchmarks.lars --report                         # Markdown of what has been measured; runs nothing
 
-The parallel tensor operator of Shi et al. (arXiv 2010.10458) gives each rank its part of the ratios of layers. Here each owns a
+The parallel tensor operator of Shi et al. (arXiv 2010.10458) assigns each rank its part of the ratios of layers. Here each owns a
 part of every slice: it sums squares of that part, a few small allreduces complete the norms, and it updates the part. A rank that
 averages by allreduce does all of it. Both are measured without averaging, in turns, on one thread a rank.
 """
@@ -31,7 +31,7 @@ _ALL, _PART = "every rank all", "own part"
 
 
 def run(name: str, ranks: int, chosen: argparse.Namespace) -> dict[str, Any]:
-    """The rounds of one network on so many ranks.
+    """The rounds of one network on a number of ranks.
 
     Raises:
         SystemExit: there is no mpiexec. subprocess.SubprocessError: a rank failed.

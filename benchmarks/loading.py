@@ -1,4 +1,4 @@
-"""Images per second of a core from a data file to normalised crops, ours beside torchvision's loader on the same images.
+"""Images per second of a core from a data file to normalised crops, ours next to torchvision's loader on the same images.
 
     python -m benchmarks.loading                                  # torchvision and opencv-python-headless have to be installed
     python -m benchmarks.loading --rounds 25 --out loading.json

@@ -1,10 +1,10 @@
-"""Step times of all averaging strategies over shaped links, beside compute-only, the wire and PyTorch's DDP, in one run.
+"""Step times of all averaging strategies over shaped links, next to compute-only, the wire and PyTorch's DDP, in one run.
 
     python -m benchmarks.overlap resnet18 --peer-python PATH          # 2 hosts at 0.5, 1 and 2 Gb/s; needs root and iproute2
     python -m benchmarks.overlap resnet18 --shared-memory             # 2 ranks on this machine, no peer
     python -m benchmarks.overlap --report benchmarks/results/overlap-resnet18.json --plot overlap.png
 
-Each bandwidth is one job of one rank per host, each on a core of its own, and beside it one job of PyTorch on the same hosts
+Each bandwidth is one job of one rank per host, each on a core of its own, and next to it one job of PyTorch on the same hosts
 (PATH is a Python that has torch). They step in turn and sleep otherwise.
 """
 

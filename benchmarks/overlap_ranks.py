@@ -150,7 +150,7 @@ class Rank:
             **passes,
         )
         replica.agree()
-        # Where nothing travels under a kernel, nobody need look: not under the compute that all others are compared with either.
+        # Where nothing travels under a kernel, no look is needed: not under the compute that all others are compared with either.
         mode = ProgressMode.NONE if averager == "blocking" else self.mode
         asked, _, calls = name.partition("@")[2].partition("+")
         mode = ProgressMode(asked) if asked else mode
@@ -219,7 +219,7 @@ class Rank:
         return found
 
     def bare(self, exchanged: int) -> dict[str, float]:
-        """A bare reduce-scatter and allgather in which each rank exchanges so many bytes in all; its CPU time and its duration.
+        """A bare reduce-scatter and allgather in which each rank exchanges `exchanged` bytes; its CPU time and its duration.
 
         The rank sleeps between looks, so that the CPU time is that of the messages and of the sum, not of the waiting.
         """
@@ -257,7 +257,7 @@ class Rank:
         return float(np.median(rates))
 
     def set_link(self, word: str) -> None:
-        """Ask whoever started the job for an "unshaped" or a "shaped" link, and wait until it is."""
+        """Ask the process that started the job for an "unshaped" or a "shaped" link, and wait until it is."""
         if self.settings.link_words:
             self.barrier()
             if self.world.rank == 0:
@@ -283,7 +283,7 @@ class Rank:
         return {kind: float(np.median(seconds)) for kind, seconds in found.items()}
 
     def formula_bytes(self, parties: int) -> dict[str, int]:
-        """Bytes that each of so many ranks exchanges in a step by formula: of gradients, and with factors where these are less.
+        """Bytes that each of `ranks` ranks exchanges in a step by formula: of gradients, and with factors where these are less.
 
         With n words of a layer and P ranks: 2 (P-1)/P n; for the inputs, errors and weights of a layer of K inputs and M outputs
         at b samples a rank (P-1)/P (K b + M b P + K M). In two levels a node sends what one rank of as many as nodes would.
@@ -301,7 +301,7 @@ class Rank:
 
 
 class Peer:
-    """PyTorch's rank beside this one."""
+    """PyTorch's rank next to this one."""
 
     def __init__(self, path: str) -> None:
         self._socket = socket.socket(socket.AF_UNIX)
@@ -332,7 +332,7 @@ class Peer:
 
 
 def measure(rank: Rank) -> dict[str, Any]:
-    """All rounds; the order within a round moves on by one each time, so that nobody always comes after the same one."""
+    """All rounds; the order within a round moves on by one each time, so that no variant always comes after the same one."""
     settings = rank.settings
     payloads = rank.formula_bytes(rank.world.size)
     rank.set_link("unshaped")

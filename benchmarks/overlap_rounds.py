@@ -1,6 +1,6 @@
-"""Rounds of turns on all ranks of a job: in an order that moves on, within a given time, without those that are far behind.
+"""Rounds of turns on all ranks of a job: in an order that moves on, within a given time, without those that are far slower.
 
-A job also has words for whoever started it (`say_and_wait`, `take_word`): its links are to be shaped, or not.
+A job also has words for the process that started it (`say_and_wait`, `take_word`): its links are to be shaped, or not.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def rounds(
 ) -> Measured:
     """The measurements of all rounds; those of turns that leave early are the first ones. Collective.
 
-    The order within a round moves on by one each time, so that nobody always comes after the same one.
+    The order within a round moves on by one each time, so that no variant always comes after the same one.
 
     Args:
         seconds: no round begins later than so long after the first one, but three are run; None: all are.
@@ -90,7 +90,7 @@ def say_and_wait(words: Path, word: str) -> None:
     give_up = time.monotonic() + _WORD_SECONDS
     while words.exists():
         if time.monotonic() > give_up:
-            raise TimeoutError(f"nobody has taken the word {word}")
+            raise TimeoutError(f"no process has taken the word {word}")
         time.sleep(0.01)
 
 

@@ -1,4 +1,4 @@
-"""The comparisons of the papers behind hpctrain, run again with this code: made-up images, hosts with shaped links.
+"""The comparisons of the papers that hpctrain follows, run again with this code: made-up images, hosts with shaped links.
 
     python -m benchmarks.paper_overlap --list                             # the experiments, their variants, what is measured
     python -m benchmarks.paper_overlap                                    # all that is not; needs root and iproute2
@@ -92,7 +92,7 @@ EXPERIMENTS = (
     ),
     Experiment(
         "volume",
-        "Shi et al., arXiv 2010.10458: top-k messages across nodes, beside dense ones of 32 and of 16 bits",
+        "Shi et al., arXiv 2010.10458: top-k messages across nodes, next to dense ones of 32 and of 16 bits",
         "dense",
         {
             "dense": _SHARDED,

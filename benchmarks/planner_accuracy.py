@@ -1,4 +1,4 @@
-"""The planner held to account: predictions of steps, made before they are measured, beside the steps' times.
+"""The planner held to account: predictions of steps, made before they are measured, next to the steps' times.
 
     python -m benchmarks.planner_accuracy                        # all points; shaped links need root and iproute2; 50 minutes
     python -m benchmarks.planner_accuracy --links 1gbit --ranks 2 --networks vgg16 --rounds 3 --out part.json

@@ -16,7 +16,7 @@ from typing import Any
 from benchmarks.planner_points import POINTS, Point
 
 GOOD_ACCURACY, WORST_ACCURACY = 0.95, 0.80
-PICK_LIMIT = 1.05  # a pick may take so many times as long as the best candidate
+PICK_LIMIT = 1.05  # a pick may take this many times as long as the best candidate
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Compared:
 
     predicted_seconds, predicted_exposed_seconds: of an undisturbed step. ratio: of predicted to measured seconds, the median over
     the less disturbed turns. least_seconds, median_seconds: of the steps as they were. measured_waited_seconds: in the least one.
-    slowed: how many times the slowest rank's core was slowed, the median over turns; 1 where nobody measured it.
+    slowed: how many times the slowest rank's core was slowed, the median over turns; 1 where it was not measured.
     """
 
     point: Point
@@ -74,7 +74,7 @@ class Pick:
 
 @dataclass(frozen=True)
 class TraceComparison:
-    """The exposed seconds of a simulated table beside those of a real one, as shares of the real step.
+    """The exposed seconds of a simulated table next to those of a real one, as shares of the real step.
 
     rows: (name, simulated seconds, measured seconds) of all rows with any, in order of the real table.
     """

@@ -4,9 +4,9 @@
     python -m benchmarks.planner_scaling --report benchmarks/results/planner-scaling.json --plot scaling.png
 
 A rank has a node of 32 cores and a thread for its messages. Below 32 cores one rank has some of a node's cores: flops follow
-them, and memory gives each of them 12 GB/s until the node's is used up. Strong scaling keeps a batch of 256 over all ranks, weak
-scaling one image a core. Lee et al. 2018 measured 2516x for VGG-16 and 2734x for ResNet-50 on 8192 cores of Cori Phase I, of a
-batch and a baseline that are not public. All else is simulated; nothing here was measured on such a machine.
+them, and memory serves each of them with 12 GB/s until the node's is used up. Strong scaling keeps a batch of 256 over all ranks,
+weak scaling one image a core. Lee et al. 2018 measured 2516x for VGG-16 and 2734x for ResNet-50 on 8192 cores of Cori Phase I, of
+a batch and a baseline that are not public. All else is simulated; nothing here was measured on such a machine.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _OPTIONS = SimulationOptions(progress=ProgressMode.THREAD)
 
 
 def nodes_of(cores: int) -> int:
-    """Ranks of a job on so many cores: one a node."""
+    """Ranks of a job on a number of cores: one a node."""
     return max(1, cores // CORES_PER_NODE)
 
 
@@ -89,7 +89,7 @@ def one_rank_per_node(machine: Machine) -> Machine:
 
 
 def on_some_cores(machine: Machine, cores: int) -> Machine:
-    """A machine of one rank a node, with only so many of a node's cores computing."""
+    """A machine of one rank a node, with only some of a node's cores computing."""
     share = min(1.0, cores / CORES_PER_NODE)
     rates = {
         name: replace(
@@ -103,7 +103,7 @@ def on_some_cores(machine: Machine, cores: int) -> Machine:
 
 
 def job_of(network: str, batch: int, *overrides: str) -> Job:
-    """The published network on 224 px and 1,000 classes, with so many samples a step."""
+    """The published network on 224 px and 1,000 classes, with a number of samples a step."""
     config, _ = load(_ROOT / CONFIGS[network], [f"batch={batch}", "backend=onednn", *overrides])
     return prepare(config, 1, (224, 224, 3), 1000).job
 
@@ -170,7 +170,7 @@ def variations(machine: Machine, factor: float) -> dict[str, Machine]:
 
 
 def sensitivity(machine: Machine, cores: int, series: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """Speed-ups of strong scaling on so many cores, with each number of the machine 25 % smaller and 25 % larger."""
+    """Speed-ups of strong scaling on numbers of cores, with each number of the machine 25 % smaller and 25 % larger."""
     for network in CONFIGS:
         job = job_of(network, _STRONG_BATCH)
         for name in series:

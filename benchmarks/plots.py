@@ -10,7 +10,7 @@ from typing import Any
 
 @contextmanager
 def panels(path: Path, count: int, width: float, height: float) -> Iterator[list[Any]]:
-    """The axes of `count` panels side by side, to be drawn on; behind the block the image is at `path`.
+    """The axes of `count` panels side by side, to be drawn on; after the block the image is at `path`.
 
     Args:
         width, height: of a panel, in inches.

@@ -1,7 +1,7 @@
 """How long operations wait for their posting, and what that costs: steps under each progress mode, in turn.
 
     python -m benchmarks.posting vgg16 --pixels 224 --batch 4 --rate 1gbit     # 2 hosts of one core; needs root and iproute2
-    python -m benchmarks.posting vgg16 --shared-memory --cores 2               # ranks on this machine, each with so many cores
+    python -m benchmarks.posting vgg16 --shared-memory --cores 2               # ranks on this machine, each with this many cores
     python -m benchmarks.posting --report benchmarks/results/posting-vgg16.json
 
 An operation may start once what it comes after is complete, which the program sees at its next look only. So its delay is counted

@@ -18,7 +18,7 @@ def sent_bytes() -> int:
 
 def be_nice(nice: int) -> None:
     """Among all processes of the machine. Where the scheduler groups sessions, a process's own value counts in its session only,
-    and the launcher gives each rank a session."""
+    and the launcher starts a session for each rank."""
     if nice:
         os.setpriority(os.PRIO_PROCESS, 0, nice)
         group = Path("/proc/self/autogroup")

@@ -14,12 +14,12 @@ from hpctrain.comm.base import Communicator
 
 _WIDTH = 384  # of the multiplied matrices: 1.7 MB in all, so caches that others share count, too
 _PRODUCTS, _TRIALS = 3, 2
-_SLOWED = 1.08  # so many times the least time and more is no quiet moment
+_SLOWED = 1.08  # this many times the least time and more is no quiet moment
 _PAUSE_SECONDS = 0.02
 
 
 class QuietCores:
-    """The speed of the ranks' cores, now, beside their best. All methods but `probe` are collective over `world`."""
+    """The speed of the ranks' cores, now, next to their best. All methods but `probe` are collective over `world`."""
 
     def __init__(self, world: Communicator) -> None:
         self._world = world

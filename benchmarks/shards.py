@@ -63,14 +63,14 @@ def stepping(network: Network, samples: int, shards: int, *, together: bool) -> 
     images, labels = random.standard_normal((size, *_SHAPE), np.float32), random.integers(0, _CLASSES, size)
     adding = Adding(network, shards, homes=together)
     context = StepContext(training=True, sample_ids=np.arange(size), global_count=samples)
-    beside = shards if together else 1
-    programs = network.side_by_side([(size,)] * beside, gradient_buffers=adding.buffer_for if together else None)
+    turns = shards if together else 1
+    programs = network.side_by_side([(size,)] * turns, gradient_buffers=adding.buffer_for if together else None)
 
     def step() -> None:
-        for first in range(0, shards, beside):
+        for first in range(0, shards, turns):
             for program in programs:
                 program.set_input(images)
-            programs.forward([context] * beside, adding, lambda place: adding.turn(first + place))  # noqa: B023  called at once
+            programs.forward([context] * turns, adding, lambda place: adding.turn(first + place))  # noqa: B023  called at once
             for program in programs:
                 program.loss(labels, samples)
             programs.backward(adding, lambda place: adding.turn(first + place))  # noqa: B023

@@ -8,7 +8,7 @@
 A case is one MPI job in which all variants step in turn. It is written to the file of results when it ends, so a run that is
 interrupted goes on with the case that it was at. All cases take 65 minutes with 9 rounds, the four at 200 Mb/s half of it; no
 round begins more than `--minutes` after a case's first one. Variants warm up over links that are not shaped; after `--screen`
-rounds those dense ones that are more than 5 % behind the best leave, with what is compared with them only.
+rounds those dense ones that are more than 5 % slower than the best leave, with what is compared with them only.
 """
 
 from __future__ import annotations
@@ -115,15 +115,15 @@ def lines_of_cases(cases: tuple[Case, ...], rounds: int, measured: dict[str, Any
 
 
 def expected_seconds(case: Case, rounds: int, predicted: dict[str, Any], screen_rounds: int = 2) -> float:
-    """About what a case takes: two steps a turn, of all variants at first and behind the screen of those that stay."""
+    """About what a case takes: two steps a turn, of all variants at first and after the screen of those that stay."""
     of_case = predicted.get(case.name, {})
     steps = {name: float(of_case.get(name) or _UNKNOWN_SECONDS) for name in case.variants}
     stay, number = list(steps), case.rounds(rounds)
     if case.screen is not None:
         stay = screened({name: [{"step_seconds": seconds}] for name, seconds in steps.items()}, case.screen)
     first = min(number, screen_rounds)
-    behind = (number - first) * sum(steps[name] for name in stay)
-    return _SETUP_SECONDS + 3.0 * len(steps) + 2 * (first * sum(steps.values()) + behind)
+    after = (number - first) * sum(steps[name] for name in stay)
+    return _SETUP_SECONDS + 3.0 * len(steps) + 2 * (first * sum(steps.values()) + after)
 
 
 def read(path: Path) -> dict[str, Any]:

@@ -67,7 +67,7 @@ _SLOW: Mapping[str, Section] = {
     **{name: section for name, (_, section) in WIRE.items()},
     **SPARSE,
 }
-# What comes of 16 bits where messages take nearly all of a step; a case in which nobody leaves, so that pairs are many.
+# What comes of 16 bits where messages take nearly all of a step; a case in which no variant leaves, so that pairs are many.
 _WIRED = ("bucketed", "bucketed, bfloat16", "sharded", "sharded, bfloat16", "sharded, bfloat16 and parameters")
 _ESSENTIAL = (
     ALONE,
@@ -87,7 +87,7 @@ class Case:
 
     Attributes:
         kind: slow, wire or priority. model: a key of `SHAPES`. rate: of each host's link, as tc writes it; None: the ranks are on
-            this machine, a core each. variants: by name. share: of the rounds that are asked for, so many.
+            this machine, a core each. variants: by name. share: of the rounds that are asked for.
     """
 
     kind: str
@@ -119,7 +119,7 @@ class Case:
         return tuple(rank // self.ranks_per_host for rank in range(self.ranks))
 
     def rounds(self, asked: int) -> int:
-        """Rounds of this case where so many are asked for."""
+        """Rounds of this case for a requested number."""
         return max(min(asked, 2), round(self.share * asked))
 
     @property

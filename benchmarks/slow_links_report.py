@@ -11,7 +11,7 @@ from benchmarks.pairs import Interval, interval, paired, ratio
 from benchmarks.slow_links_cases import ALONE, CASES, DENSE, DENSITIES, TOP_ONE_PERCENT, WIRE, Case
 
 _CASES: Mapping[str, Case] = {case.name: case for case in CASES}
-#: printed beside what was measured
+#: printed next to what was measured
 _RULE_DENSE = "sharded"  # the rule compares with a reduce-scatter and an allgather of everything
 SPARSE_BAR, WIRE_BAR, CROSSOVER_BAR = 1.25, 1.4, 0.20
 
@@ -73,9 +73,9 @@ def crossing(densities: Sequence[float], seconds: Sequence[float], dense_seconds
         densities: rising. seconds: of the sparse steps.
     """
     pairs = list(zip(densities, seconds, strict=True))
-    for (low, before), (high, behind) in pairwise(pairs):
-        if before < dense_seconds <= behind:
-            return low + (high - low) * (dense_seconds - before) / (behind - before)
+    for (low, before), (high, after) in pairwise(pairs):
+        if before < dense_seconds <= after:
+            return low + (high - low) * (dense_seconds - before) / (after - before)
     return None
 
 

@@ -71,11 +71,11 @@ def world() -> Communicator:
 @pytest.fixture(autouse=True, scope="module")
 def _code_of_this_module_only() -> Generator[None]:
     """Forget users' code that tests of a module have loaded: a run records all code of its process."""
-    files, folders = dict(user_code._files), list(user_code._beside)
+    files, folders = dict(user_code._files), list(user_code._config_folders)
     yield
     user_code._files.clear()
     user_code._files.update(files)
-    user_code._beside[:] = folders
+    user_code._config_folders[:] = folders
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import json
 import subprocess
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -19,11 +19,16 @@ import numpy as np
 import pytest
 
 import hpctrain
+from hpctrain.data.augmentations import AUGMENTATIONS
+from hpctrain.data.augmentations.base import Augmentation
 from hpctrain.data.sampler import Mixing
 from hpctrain.data.writer import write_data_file
 from hpctrain.job.session import StartedJob
 from hpctrain.launch.launcher import Launcher
 from hpctrain.launch.threads import set_threads
+from hpctrain.nn.layers import Layer
+from hpctrain.optim.base import Optimizer
+from hpctrain.optim.schedules import LearningRateSchedule
 from hpctrain.storage import checkpoint
 from tests.support import nets
 from tests.support.api_program import TASK
@@ -305,6 +310,92 @@ def test_values_of_wrong_types_are_refused_with_a_sentence(tmp_path: Path, monke
                     except Exception as error:
                         faults.append(f"{name}({argument}={value!r}): {type(error).__name__}: {error}")
     assert not faults, "\n".join(faults)
+
+
+#: legal values by name, for parameters of constructors that have no default
+_LEGAL: dict[str, Any] = {
+    "channels_in": 4,
+    "channels_out": 8,
+    "kernel": 3,
+    "features_in": 4,
+    "features_out": 2,
+    "channels": 4,
+    "before": 1,
+    "after": 1,
+    "layers": [],
+    "body": {},
+    "base_lr": 0.1,
+    "epochs": 6,
+    "steps_per_epoch": 5,
+    "milestones_epochs": (2.0,),
+}
+
+
+def _constructors() -> Iterator[type]:
+    """Yield hpctrain's public layers, optimisers, schedules and augmentations."""
+    for name in AUGMENTATIONS.names():
+        AUGMENTATIONS.find(name)
+    pending: list[type] = [Layer, Optimizer, LearningRateSchedule, Augmentation]
+    while pending:
+        kind = pending.pop()
+        pending += kind.__subclasses__()
+        if kind.__module__.startswith("hpctrain.") and not inspect.isabstract(kind) and not kind.__name__.startswith("_"):
+            yield kind
+
+
+def test_constructors_refuse_values_of_wrong_types_with_a_sentence() -> None:
+    """A layer with a wrong type would be made, and fail in a kernel, or end with an error of Python's arithmetic."""
+    faults, kinds = [], set()
+    for kind in _constructors():
+        parameters = inspect.signature(kind).parameters
+        needed = [name for name, one in parameters.items() if one.default is inspect.Parameter.empty]
+        if not set(needed) <= set(_LEGAL) or not parameters:  # a part of hpctrain that users do not make
+            continue
+        kinds.add(kind.__name__)
+        for argument in parameters:
+            for value in (*_WRONG, "x", None, np.int64(2), np.array([2, 2])):
+                call = f"{kind.__name__}({argument}={value!r})"
+                try:
+                    kind(**{**{name: _LEGAL[name] for name in needed}, argument: value})
+                except hpctrain.HpctrainError as error:
+                    if "_empty" in str(error) or not str(error).endswith("."):
+                        faults.append(f"{call}: {error}")
+                except Exception as error:
+                    faults.append(f"{call}: {type(error).__name__}: {error}")
+    assert not faults, "\n".join(faults)
+    assert {"Conv2d", "Linear", "Dropout", "Residual", "Sgd", "Lamb", "Cosine", "Step", "PadCrop", "RandAugment"} <= kinds
+
+
+@pytest.mark.parametrize(
+    ("make", "sentence"),
+    [
+        (
+            lambda: hpctrain.Conv2d("1", 8, 3),
+            "channels_in of Conv2d is '1', but must be an integer; the nearest legal value is 1.",
+        ),
+        (lambda: hpctrain.Linear(8.5, 2), "features_in of Linear is 8.5, but must be an integer; the nearest legal value is 8."),
+        (lambda: hpctrain.Dropout("half"), "rate of Dropout is 'half', but must be a number; the default is 0.5."),
+        (
+            lambda: hpctrain.Sequential({"relu": hpctrain.ReLU}),
+            "layers['relu'] of Sequential is <class 'hpctrain.nn.layers.ReLU'>, but must be a layer; call the class, as in "
+            "ReLU().",
+        ),
+    ],
+)
+def test_the_sentence_of_a_constructor_names_value_rule_and_legal_value(make: Callable[[], Layer], sentence: str) -> None:
+    """Also if a class of the user passes the value on, and for a value that Python's arithmetic would accept."""
+    with pytest.raises(hpctrain.HpctrainError) as raised:
+        make()
+    assert str(raised.value) == sentence
+
+
+def test_the_constructor_of_a_users_class_is_checked_where_it_calls_ours() -> None:
+    class Net(hpctrain.Sequential):
+        def __init__(self, channels: int) -> None:
+            super().__init__({"conv": hpctrain.Conv2d(1, 2, 3), "last": channels})
+
+    with pytest.raises(hpctrain.HpctrainError, match=r"layers\['last'\] of Sequential is 2, but must be a layer"):
+        Net(2)
 
 
 @pytest.mark.job

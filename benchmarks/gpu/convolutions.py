@@ -79,7 +79,7 @@ def random_convolutions(count: int, precision: Precision, seed: int = 0) -> list
 
 
 def random_spec(draw: random.Random) -> Conv2dSpec:
-    """A convolution that may be in nobody's network."""
+    """A convolution that may be in no network."""
     kernel, stride, dilation = (
         (draw.choice(sizes), draw.choice(sizes)) for sizes in ((1, 2, 3, 5, 7, 11), (1, 2, 3, 4), (1, 1, 2, 3))
     )

@@ -1,4 +1,4 @@
-/* A libcuda.so.1 with no GPU behind it, to plan convolutions where there is no driver. cuDNN opens the driver's library and asks for
+/* A libcuda.so.1 without a GPU, to plan convolutions where there is no driver. cuDNN opens the driver's library and asks for
    these names before it will compile engines at run time; planning for a device by its properties calls none of them for an answer.
    Each says that there is no device. Built by `make gpu-plans`, and used by nothing else. */
 

@@ -46,7 +46,7 @@ def operations(comm: transports.NcclCommunicator) -> dict[str, Callable[[Array, 
 
     def in_place(start: Callable[[Array], Handle]) -> Callable[[Array, Array], Handle]:
         def operation(send: Array, recv: Array) -> Handle:
-            comm.ialltoall(send, recv, [_SIZE], [_SIZE])  # a copy, behind which the next one comes
+            comm.ialltoall(send, recv, [_SIZE], [_SIZE])  # a copy, after which the next one comes
             return start(recv)
 
         return operation

@@ -71,7 +71,7 @@ def run(settings: Settings, report: StageReport) -> None:
 def add_overlap(folder: Path, settings: Settings, report: StageReport) -> None:
     """Measure images per second of two ranks whose messages travel during backward, and after it."""
     options, rates = _SMALL_TIMED if settings.emulated else _TIMED, {}
-    for name, averager in (("overlapped", "bucketed"), ("behind", "blocking")):
+    for name, averager in (("overlapped", "bucketed"), ("after", "blocking")):
         losses_of(folder, name, train(folder, name, "cuda", 2, averager, options), report)
         finished = latest(folder / f"runs-{name}", "ranks")
         lines = [] if finished is None else [line for line in finished.metrics() if line["kind"] == "epoch"]
@@ -79,7 +79,7 @@ def add_overlap(folder: Path, settings: Settings, report: StageReport) -> None:
             rates[name] = float(lines[-1]["images_per_second"])
     report.add("images per second of two ranks", rates)
     if len(rates) == 2:
-        report.note(f"messages during backward {rates['overlapped']:,.0f} images/s, after it {rates['behind']:,.0f}")
+        report.note(f"messages during backward {rates['overlapped']:,.0f} images/s, after it {rates['after']:,.0f}")
 
 
 def mpiexec() -> str | None:

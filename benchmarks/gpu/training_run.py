@@ -64,7 +64,7 @@ class TrainingRun:
             self.program.set_input(self._images[0])
 
     def step(self, hooks: StepHooks = _SILENT) -> float:
-        """One step; gives the mean loss."""
+        """Run one step and return the mean loss."""
         handle, batch = self.enqueue(hooks), self.task.batch
         return handle.result().loss / batch
 

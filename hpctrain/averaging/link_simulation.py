@@ -401,8 +401,8 @@ def _merged(traffic: SliceTraffic, reductions: Sequence[int], gathers: Sequence[
     sent: list[tuple[int, bool]] = []
     begun = 0
     for gathered in gathers:
-        behind = max(place[reduced_by[k]] for k in group_of.get(gathered, (gathered,))) + 1
-        sent += [(k, False) for k in reductions[begun:behind]]
+        end = max(place[reduced_by[k]] for k in group_of.get(gathered, (gathered,))) + 1
+        sent += [(k, False) for k in reductions[begun:end]]
         sent.append((gathered, True))
-        begun = max(begun, behind)
+        begun = max(begun, end)
     return sent

@@ -199,11 +199,11 @@ class PixelBatch:
 
     def _make(self, image: np.ndarray, window: np.void, out: np.ndarray) -> None:
         shown = np.zeros(out.shape, np.uint8)
-        (above, below), (before, behind) = window["shown"].tolist()
+        (above, below), (before, after) = window["shown"].tolist()
         rows = int(window["top"]) + np.arange(above, below)
-        columns = int(window["left"]) + int(window["step"]) * np.arange(before, behind)
-        shown[above:below, before:behind] = image[rows[:, np.newaxis], columns]
+        columns = int(window["left"]) + int(window["step"]) * np.arange(before, after)
+        shown[above:below, before:after] = image[rows[:, np.newaxis], columns]
         np.multiply(shown, self.scale, out=out)
         np.add(out, self.shift, out=out)
-        (above, below), (before, behind) = window["filled"].tolist()
-        out[above:below, before:behind] = self.fill
+        (above, below), (before, after) = window["filled"].tolist()
+        out[above:below, before:after] = self.fill

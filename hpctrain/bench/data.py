@@ -13,6 +13,7 @@ from hpctrain.bench.engine_step import EngineStep, workload
 from hpctrain.config.grid import model_options
 from hpctrain.config.images import make_pipeline, open_images
 from hpctrain.config.schema import AugmentConfig, Config
+from hpctrain.core.text import counted
 from hpctrain.data.image_file import DataFacts, ImageFile
 from hpctrain.data.loader import Loader
 from hpctrain.data.pipeline import Pipeline
@@ -95,7 +96,7 @@ class DataRates:
         stage = self.slowest(threads)
         if self.needed is None:
             return f"{stage} takes longest: {made}"
-        needs = f"a {self.model} step with {self.step_threads} {'thread' if self.step_threads == 1 else 'threads'} needs"
+        needs = f"a {self.model} step with {counted(self.step_threads, 'thread')} needs"
         needs += f" {self.needed:,.0f}"
         if self.rate(WHOLE, threads) < self.needed:
             return f"{stage} limits: {made}, {needs}"

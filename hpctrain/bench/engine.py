@@ -28,7 +28,7 @@ from hpctrain.backend.operators import KernelSet
 from hpctrain.backend.specs import item_bytes
 from hpctrain.bench.engine_step import EngineStep, LayerTime, Workload, fallbacks, gemm_peak, time_layers, timed
 from hpctrain.bench.interleaved import Rounds, SteppingError, interleave, ours, peer, with_threads
-from hpctrain.core.text import size_text
+from hpctrain.core.text import counted, size_text
 from hpctrain.launch.control_groups import peak_resident_bytes
 
 _PREFIX = "onednn_verbose,exec,"
@@ -378,8 +378,8 @@ def print_tables(measured: Measurement, compared: Mapping[str, Mapping[str, floa
 def _totals(measured: Measurement) -> str:
     share = measured.gflops_per_second / measured.peak_gflops
     lines = [
-        f"{measured.model}, {measured.description}, batch {measured.batch}, {measured.pixels} px, {measured.threads} "
-        f"{'thread' if measured.threads == 1 else 'threads'}: {measured.step_seconds * 1e3:.2f} ms per step, "
+        f"{measured.model}, {measured.description}, batch {measured.batch}, {measured.pixels} px, "
+        f"{counted(measured.threads, 'thread')}: {measured.step_seconds * 1e3:.2f} ms per step, "
         f"{measured.images_per_second:.1f} images/s; CPU time {measured.cpu_seconds * 1e3:.2f} ms",
         f"{measured.gflops_per_second:.1f} GFLOP/s by {measured.clock} time, {share:.0%} of a large matrix product's "
         f"{measured.peak_gflops:.1f}; arena {size_text(measured.arena_bytes)}, "

@@ -25,6 +25,7 @@ from hpctrain.config.load import load
 from hpctrain.config.schema import Config
 from hpctrain.core.errors import ConfigError, HpctrainError, LaunchError
 from hpctrain.core.files import read_text
+from hpctrain.core.text import counted
 from hpctrain.launch.threads import usable_cores
 from hpctrain.planner.configured_search import new_figure, save_figure
 from hpctrain.run.trace_report import COMPUTE_ONLY_FILE
@@ -116,7 +117,7 @@ def run(task: ScalingStudy, ranks: Sequence[int], *, say: Callable[[str], None] 
     threads = task.threads if task.threads is not None else _threads(config, task, max(ranks))
     points = []
     for count in ranks:
-        say(f"{count} {'rank' if count == 1 else 'ranks'} ...")
+        say(f"{counted(count, 'rank')} ...")
         points.append(_measure(task, config, count, threads))
     return with_efficiency(points, task.mode)
 

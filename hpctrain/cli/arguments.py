@@ -134,6 +134,35 @@ PASS_STYLE = click.option(
 )
 
 
+#: directory of the runs of a command that names none
+RUNS = Path("runs")
+
+
+def newest_runs(count: int = 1, directory: Path = RUNS, *, trained: bool = False) -> list[Path]:
+    """Return the newest runs in a directory, oldest first, for a command that names no run.
+
+    Args:
+        trained: whether only runs with a checkpoint count.
+
+    Raises:
+        CheckpointError: there are fewer runs.
+    """
+    from hpctrain.core.errors import CheckpointError
+    from hpctrain.runs.directory import runs
+
+    newest = [run.path for run in runs(directory, None) if not trained or any(run.checkpoints.glob("checkpoint-*"))]
+    if len(newest) < count:
+        found = f"{'only one' if newest else 'no'} run{' with a checkpoint' if trained else ''}"
+        wanted = "the directory of a run" if count == 1 else f"the directories of {count} runs"
+        raise CheckpointError(f"There is {found} in {directory.absolute()}; give {wanted}.")
+    return newest[count - 1 :: -1]
+
+
+def or_newest_trained(ctx: click.Context, parameter: click.Parameter, path: Path | None) -> Path | None:
+    """Return the path of an argument; default: the newest run with a checkpoint. Callback of click."""
+    return newest_runs(trained=True)[0] if path is None and not ctx.resilient_parsing else path
+
+
 def load_config(file: Path, overrides: tuple[str, ...]) -> tuple[Config, Source]:
     """Return the configuration in a file with overrides, checked against its schema. Imports no NumPy unless there is a fault.
 

@@ -118,7 +118,8 @@ def scaling(
         echo(line)
     study.write(out, task, points)
     echo(out)
-    echo(study.plot(out.with_suffix(".png"), points, mode) or "no plot: matplotlib is not installed (extra export)")
+    plot = study.plot(out.with_suffix(".png"), points, mode)
+    echo(plot or "no plot: matplotlib is not installed (extra export)", err=not plot)
 
 
 _COLUMNS = 80

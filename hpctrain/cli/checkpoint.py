@@ -8,23 +8,23 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from hpctrain.cli.arguments import FilePath, OneOf, OutputFile
+from hpctrain.cli.arguments import FilePath, OneOf, OutputFile, or_newest_trained
 from hpctrain.cli.failure import Commands
 from hpctrain.core.errors import CheckpointError, ConfigError
-from hpctrain.core.text import counted, echo, echo_block, echo_wrapped, size_text
+from hpctrain.core.text import counted, echo, echo_block, echo_wrapped, shell_word, size_text
 
 if TYPE_CHECKING:
     import numpy as np
 
     from hpctrain.storage.checkpoint import CheckpointContent
 
-_PATH = click.argument("path", type=FilePath(path_type=Path))
+_PATH = click.argument("path", required=False, type=FilePath(path_type=Path), callback=or_newest_trained)
 _JSON = click.option("--json", "as_json", is_flag=True, help="Print the content as JSON.")
 
 
@@ -38,8 +38,8 @@ def checkpoint() -> None:
 def listing(path: Path) -> None:
     """List the checkpoints of a run in the order of steps.
 
-    PATH is a run directory, its directory of checkpoints, or a checkpoint. The checkpoint with the best evaluation is marked.
-    Only names, sizes and metadata are read, no tensors.
+    PATH is a run directory, its directory of checkpoints, or a checkpoint; default: the newest run with checkpoints in runs. The
+    checkpoint with the best evaluation is marked. Only names, sizes and metadata are read, no tensors.
     """
     from hpctrain.runs.directory import StoredCheckpoint, read_best
 
@@ -50,14 +50,14 @@ def listing(path: Path) -> None:
         try:
             stored = StoredCheckpoint.of(step, file)
         except OSError:
-            echo(f"step {step:>8}  a broken link: {file}")
+            echo(f"{file} of step {step} is a broken link", err=True)
             continue
         written = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(stored.written))
         is_best = best is not None and best.checkpoint == file.name
         column = f"{mark if is_best else '':{len(mark)}}  " if mark else ""
         echo(f"step {step:>8}  {size_text(stored.n_bytes):>10}  {written}  {column}{file}")
     if best is not None and not (files[0][1].parent / best.checkpoint).exists():
-        echo(f"the best checkpoint, {best.checkpoint} ({best}), no longer exists")
+        echo(f"the best checkpoint, {best.checkpoint} ({best}), no longer exists", err=True)
 
 
 @checkpoint.command()
@@ -65,7 +65,8 @@ def listing(path: Path) -> None:
 def verify(path: Path) -> None:
     """Read checkpoints completely and verify every checksum.
 
-    PATH is a run directory, its directory of checkpoints, or a checkpoint. The exit code is 2 if a checkpoint is damaged.
+    PATH is a run directory, its directory of checkpoints, or a checkpoint; default: the newest run with checkpoints in runs. The
+    exit code is 2 if a checkpoint is damaged.
     """
     from hpctrain.storage.checkpoint import read
 
@@ -78,7 +79,7 @@ def verify(path: Path) -> None:
             damaged.append(file)
             echo(str(error))
         else:
-            echo(f"{file}: all checksums of {tensors} tensors agree")
+            echo(f"{file}: all checksums of {counted(tensors, 'tensor')} agree")
     if damaged:
         newest = next((file for _, file in reversed(files) if file not in damaged), None)
         advice = "no other checkpoint is left to resume from" if newest is None else f"the newest complete one is {newest}"
@@ -91,7 +92,8 @@ def verify(path: Path) -> None:
 def show(path: Path, as_json: bool) -> None:
     """Show the position and the tensors of a checkpoint.
 
-    PATH is a checkpoint, or a run directory, whose newest checkpoint is shown. Every checksum is verified.
+    PATH is a checkpoint, or a run directory, whose newest checkpoint is shown; default: the newest run with checkpoints in
+    runs. Every checksum is verified.
     """
     import numpy as np
 
@@ -127,9 +129,10 @@ def show(path: Path, as_json: bool) -> None:
 def convert(path: Path, layout: str | None, shards: int | None, out: Path) -> None:
     """Convert a checkpoint to the other layout.
 
-    PATH is a checkpoint, or a run directory, whose newest checkpoint is converted. Tensors and metadata are copied bitwise; the
-    new checkpoint is read again and compared before the command ends. The name of a directory of shards must end in .shards. A
-    training can resume from the new checkpoint if it is in a run's directory of checkpoints.
+    PATH is a checkpoint, or a run directory, whose newest checkpoint is converted; default: the newest run with checkpoints in
+    runs. Tensors and metadata are copied bitwise; the new checkpoint is read again and compared before the command ends. The name
+    of a directory of shards must end in .shards. A training can resume from the new checkpoint if it is in a run's directory of
+    checkpoints.
     """
     from hpctrain.runs.owner import owned, run_of
     from hpctrain.storage.checkpoint import convert as write_converted
@@ -141,11 +144,11 @@ def convert(path: Path, layout: str | None, shards: int | None, out: Path) -> No
         raise CheckpointError(f"--shards is {shards}, but the layout `single` has one file; leave --shards out.")
     with owned(run_of(out.absolute().parent), "hpctrain checkpoint convert"):
         tensors = write_converted(file, out, sharded=sharded, shards=shards).tensors
-    echo(f"{out}: all {len(tensors)} tensors are bitwise equal to those of {file}")
+    echo(f"{out}: all {len(tensors):,} tensors are bitwise equal to those of {file}")
 
 
 @checkpoint.command()
-@_PATH
+@click.argument("path", type=FilePath(path_type=Path))
 @click.option("--keep", type=click.IntRange(min=1), required=True, help="Number of most recently written checkpoints to keep.")
 @click.option(
     "--drop-best", is_flag=True, help="Also delete the checkpoint with the best evaluation, unless it is among the --keep newest."
@@ -259,7 +262,7 @@ def import_weights(file: Path, model: str, classes: int | None, options: tuple[s
 
 
 @weights.command()
-@click.argument("source", type=FilePath(path_type=Path))
+@click.argument("source", required=False, type=FilePath(path_type=Path), callback=or_newest_trained)
 @click.option("--best", is_flag=True, help="Export the run's checkpoint with the best evaluation instead of the newest.")
 @click.option("--averaged", is_flag=True, help="Export the averaged weights of a training with ema.decay.")
 @click.option("--model", help="Name of the model; required if SOURCE does not contain it or if the model is your own code.")
@@ -276,7 +279,8 @@ def export(
 ) -> None:
     """Write the weights of a run for other programs.
 
-    SOURCE is a run directory, whose newest checkpoint is exported, a checkpoint of any layout and grid, or a file of weights.
+    SOURCE is a run directory, whose newest checkpoint is exported, a checkpoint of any layout and grid, or a file of weights;
+    default: the newest run with checkpoints in runs.
     PyTorch files need PyTorch, and ONNX files the extra `onnx`. An ONNX file also contains the model. The input of this model is
     a batch of normalised images (N, C, H, W) of the size used in training.
     """
@@ -297,6 +301,8 @@ def export(
     content.write(out)
     weights = ", averaged," if averaged else ""
     echo_wrapped(f"{out}: {_summary(content.state)}{weights} of {content.metadata['model']}, from {path}")
+    for line in _use_lines(out, content.metadata):
+        echo_wrapped(f"  {line}")
 
 
 @weights.command("show")
@@ -320,6 +326,24 @@ def show_weights(file: Path, as_json: bool) -> None:
     for name, facts in tensors.items():
         echo(f"  {name}  {facts['shape']} {facts['dtype']}")
     echo(f"{_summary(content.tensors)}, {size_text(sum(array.nbytes for array in content.tensors.values()))}")
+
+
+def _use_lines(out: Path, metadata: Mapping[str, str]) -> Iterator[str]:
+    """Yield sentences on the input and the output of the exported weights, as far as they are known, and on how to load them."""
+    known = {key: json.loads(metadata[key]) for key in ("image_shape", "mean", "std", "classes") if key in metadata}
+    if "image_shape" in known:
+        height, width, channels = known["image_shape"]
+        yield f"Input: images of {height} x {width} pixels and {counted(channels, 'channel')}."
+    if "mean" in known and "std" in known:
+        mean, std = (" ".join(f"{value:.4g}" for value in known[key]) for key in ("mean", "std"))
+        yield f"Divide pixels by 255, subtract the mean {mean} and divide by the standard deviation {std}."
+    if "classes" in known:
+        yield f"Output: a logit for each of {counted(len(known['classes']), 'class')}."
+    name = shell_word(str(out))
+    yield {
+        ".safetensors": f"Train from it with init.weights={name}, or load it in PyTorch with safetensors.torch.load_file.",
+        ".onnx": "Run it with onnxruntime: the input is `images`, the output `logits`.",
+    }.get(out.suffix, f"Load it in PyTorch with torch.load; to train from it, run `hpctrain weights import {name}`.")
 
 
 def _summary(state: Mapping[str, np.ndarray]) -> str:

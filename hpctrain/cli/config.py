@@ -50,9 +50,9 @@ def check(file: Path, overrides: tuple[str, ...]) -> None:
 
     Checks the keys, types, ranges, names and options of FILE with OVERRIDES such as optimizer.lr=0.2. Each fault is one line on
     standard error; the exit code is then 2. If the training file exists, the command prints the number of training images and
-    the steps per epoch, and builds the network for the sizes of the images. If the configuration needs a GPU, or a
-    processor that multiplies bfloat16, and this machine lacks it, the command only warns: the training may run on another
-    machine.
+    the steps per epoch, and builds the network for the sizes of the images; otherwise it prints what it has not checked. If the
+    configuration needs a GPU, or a processor that multiplies bfloat16, and this machine lacks it, the command only warns: the
+    training may run on another machine.
     """
     from hpctrain.config.checks import check_names
     from hpctrain.config.images import check_network, data_line, single_values_of, stored_training_images
@@ -79,6 +79,11 @@ def check(file: Path, overrides: tuple[str, ...]) -> None:
     )
     if images is not None:
         echo_wrapped(f"  {data_line(loaded, len(images), 0 if images.split is None else len(images.split.validation))}")
+        return
+    train = loaded.data.train
+    reason = f"{train} cannot be read" if Path(train).exists() else f"there is no {train} yet"
+    echo("  checked: keys, types, names, options, and the values that must fit together")
+    echo_wrapped(f"  not checked: the data, and the network for the sizes of its images, as {reason}")
 
 
 @config.command(name="list")
@@ -110,7 +115,9 @@ def copy(names: tuple[str, ...], directory: Path) -> None:
     from hpctrain.config import examples
 
     for path, is_new in examples.copy(names, directory).items():
-        echo(f"{path}{'' if is_new else ': exists already, unchanged'}")
+        echo(path)
+        if not is_new:
+            echo(f"{path} exists already and is unchanged", err=True)
 
 
 @config.command()

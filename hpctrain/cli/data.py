@@ -18,7 +18,7 @@ import click
 
 from hpctrain.cli.arguments import FilePath, OneOf, OutputFile
 from hpctrain.cli.failure import USER_ERROR, Commands
-from hpctrain.core.text import echo, echo_block, size_text
+from hpctrain.core.text import counted, echo, echo_block, size_text
 
 if TYPE_CHECKING:
     from hpctrain.data.convert.arrays import ForeignImages
@@ -124,7 +124,7 @@ def check(file: Path, as_json: bool, strict: bool, threads: int | None) -> None:
         for finding in checked.findings:
             echo(f"{'damage' if finding.damage else 'note'}: {finding.sentence}.")
         outcome = "damaged" if checked.damaged else "undamaged"
-        echo(f"{file}: {checked.images} images of {checked.classes} classes, {outcome}")
+        echo(f"{file}: {counted(checked.images, 'image')} of {counted(checked.classes, 'class')}, {outcome}")
     if checked.damaged or (strict and checked.findings):
         raise SystemExit(_DAMAGED)
 
@@ -162,7 +162,9 @@ def fetch(name: str, out: Path, overwrite: bool) -> None:
 
     unchanged = set() if overwrite else set(out.glob("*.h5"))
     for path in sources.fetch(out, sources.DATA_SETS[name], overwrite=overwrite, bar=progress).values():
-        echo(f"{path}{': exists already, unchanged' if path in unchanged else ''}")
+        echo(path)
+        if path in unchanged:
+            echo(f"{path} exists already and is unchanged", err=True)
 
 
 @data.command()
@@ -201,7 +203,7 @@ def verify(file: Path) -> None:
 
     opened = ImageFile.open(file)
     opened.verify()
-    echo(f"{file}: {len(opened)} images, all checksums agree")
+    echo(f"{file}: {counted(len(opened), 'image')}, all checksums agree")
 
 
 data.add_command(check)

@@ -1,14 +1,15 @@
 """Turn exceptions of commands into text and exit codes, and end the job.
 
-An error that the user can fix is printed as sentences, once per job. A bug is printed with its traceback. In both cases all ranks
-end. This is the only module that turns an exception into text. Commands and the functions that they call raise errors, and
-neither catch nor print them.
+An error that the user can fix is printed as sentences, once per job. An error of the user's code is printed as a sentence and the
+frames of this code, a bug with its traceback. In all cases all ranks end. This is the only module that turns an exception into
+text. Commands and the functions that they call raise errors, and neither catch nor print them.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import os
 import platform
 import re
@@ -22,9 +23,9 @@ from typing import Any
 
 import click
 
-from hpctrain.core import log
+from hpctrain.core import log, user_code
 from hpctrain.core.errors import HpctrainError, LaunchError, RankLostError
-from hpctrain.core.text import choices, colours, counted, size_text, synonyms
+from hpctrain.core.text import choices, colours, counted, escaped, size_text, synonyms
 from hpctrain.core.text import sentence as sentence_of
 from hpctrain.flight.start_records import hint
 from hpctrain.launch import process_end
@@ -167,6 +168,8 @@ def user_errors_end_in_sentences(
 ) -> Iterator[None]:
     """Print the sentences of a user's error and exit with code 2; let every other exception pass.
 
+    The log of a rank (--log-ranks) also receives the traceback.
+
     Args:
         rank: callback that returns this process's rank in its job; None for a command that needs no other ranks.
         abort: callback that ends the job; it may return if there is only one process.
@@ -174,12 +177,15 @@ def user_errors_end_in_sentences(
     """
     try:
         yield
-    except (HpctrainError, OSError) as error:
+    except Exception as error:
         sentences = _sentences(error)
         if not sentences:
             raise
-        failed(" ".join(sentences), error.ranks if isinstance(error, HpctrainError) else ())
+        failed(
+            " ".join(line for line in sentences if not _is_frame(line)), error.ranks if isinstance(error, HpctrainError) else ()
+        )
         if rank is not None:
+            log.tee(traceback.format_exc(), logging.DEBUG)
             log.tee("\n".join(sentences), last=True)
             time.sleep(_silent_seconds(error, rank()))
         if not _is_reported_by_another(error, in_job=rank is not None):
@@ -246,10 +252,21 @@ def _silent_seconds(error: Exception, rank: int) -> float:
 
 
 def _say(sentence: str, rank: Callable[[], int] | None) -> None:
-    """Print one line, in red on a terminal. It begins with the rank and its host unless it is the first rank."""
+    """Print one line, in red on a terminal. It begins with the rank and its host unless it is the first rank.
+
+    Frames of user code are printed as they are.
+    """
+    if _is_frame(sentence):
+        click.echo(escaped(sentence), err=True)
+        return
     place = place_of(rank()) if rank is not None and rank() else ""
     line = f"hpctrain: {place}{sentence_of(sentence)}"
     click.echo(click.style(line, fg="red") if colours(2, os.environ) else line, err=True)
+
+
+def _is_frame(line: str) -> bool:
+    """Return whether a line of a message is from a frame of user code (see `user_code.fault`)."""
+    return line.startswith("  ")
 
 
 def _out_of_memory(error: MemoryError, rank: int) -> str:
@@ -268,11 +285,12 @@ def _out_of_memory(error: MemoryError, rank: int) -> str:
     )
 
 
-def _sentences(error: HpctrainError | OSError) -> list[str]:
+def _sentences(error: Exception) -> list[str]:
     """Return the lines to print; empty if the user cannot fix the error."""
-    if isinstance(error, HpctrainError):
-        return [line for line in str(error).split("\n") if line]
-    if isinstance(error, BrokenPipeError) or error.strerror is None:
+    stated = error if isinstance(error, HpctrainError) else user_code.fault(error)
+    if stated is not None:
+        return [line for line in str(stated).split("\n") if line]
+    if not isinstance(error, OSError) or isinstance(error, BrokenPipeError) or error.strerror is None:
         return []
     if error.filename is not None:
         return [f"{os.fsdecode(error.filename)} cannot be used: {error.strerror}."]

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from hpctrain.cli.arguments import NONE, begin_log, load_config
 from hpctrain.cli.start import start_job
-from hpctrain.core import log
+from hpctrain.core import log, user_code
 from hpctrain.core.errors import HpctrainError, LaunchError, RankLostError
 from hpctrain.core.log import get_logger
 from hpctrain.flight import start_records
@@ -304,6 +304,11 @@ class ConfiguredProcess(JobProcess):
             self._config = self._prepared[0]
         except HpctrainError as error:
             self._prepared = error
+        except Exception as error:
+            fault = user_code.fault(error)
+            if fault is None:
+                raise
+            self._prepared = fault
 
     def _checked(self, config: Config, source: Source) -> tuple[Config, ThreadPlan]:
         """Set the threads; return them with the checked configuration, all defaults filled in."""

@@ -382,7 +382,8 @@ _MACHINE = click.option(
     "--machine",
     type=FilePath(),
     metavar="FILE|NAME",
-    help="Machine model for choices that are `auto`: a file written by `hpctrain calibrate`, or the name of an installed one.",
+    help="Machine model for choices that are `auto` and for advice on the number of ranks: a file written by `hpctrain "
+    "calibrate`, or the name of an installed one.",
 )
 _JSON = click.option(
     "--json",
@@ -454,8 +455,8 @@ def show(
 ) -> None:
     """Show what each rank owns, sends and stores, layer by layer.
 
-    Prints owners, halos, bytes sent and memory of each layer of FILE's model, then the averaging of gradients and the map of
-    ranks. OVERRIDES such as grid.rows=2 override keys of the file.
+    Prints owners, halos, bytes sent and memory of each layer of FILE's model, then the averaging of gradients, the map of ranks
+    and, with --machine, whether fewer or more ranks would be faster. OVERRIDES such as grid.rows=2 override keys of the file.
     """
     task = _task(file, overrides, ranks, image, classes, machine)
     from hpctrain.cli import plan_tables
@@ -469,7 +470,13 @@ def show(
         for line in plan_tables.json_lines(plan_tables.as_dict(task, report, groups, averaged, ranks_per_node, pinned)):
             echo(line)
         return
-    plan_tables.print_plan(task, report, averaged, ranks_per_node, pinned)
+    advice = "Give --machine to learn whether fewer or more ranks would be faster."
+    if machine or task.config.machine:
+        from hpctrain.planner import configured_search, machine_file
+
+        named = machine_file.read(str(machine or task.config.machine))
+        advice = configured_search.ranks_advice(task, named, image, classes)
+    plan_tables.print_plan(task, report, averaged, ranks_per_node, pinned, advice)
 
 
 @plan.command()

@@ -16,6 +16,7 @@ from hpctrain.comm.link import LinkModel
 from hpctrain.config.grid import overlap
 from hpctrain.core.console import output_console, plain_table
 from hpctrain.core.intervals import Box, Interval
+from hpctrain.core.text import counted
 from hpctrain.parallel.layout import LayoutKind
 from hpctrain.parallel.parallel_plan import ParallelPlan
 from hpctrain.parallel.plan_report import LayerReport, PlanReport, RedistributionReport, Traffic, Words
@@ -36,11 +37,13 @@ def print_plan(
     averaged: Sequence[GroupSchedule],
     ranks_per_node: int | None,
     pinned: PlannedPinnedMemory | None = None,
+    advice: str = "",
 ) -> None:
-    """Print the head, the layers, totals, gradients and the map of ranks to stdout. No line is cut off.
+    """Print the head, the layers, totals, gradients, the map of ranks and advice to stdout. No line is cut off.
 
     Args:
         ranks_per_node: number of consecutive ranks on each node; None: all ranks are on one node.
+        advice: sentence on the number of ranks, or "".
     """
     console = output_console(_COLUMNS, markup=True)
     for line in _head(task):
@@ -52,6 +55,7 @@ def print_plan(
         *_interiors(task),
         *_gradients(task, averaged),
         *_map(task.plan, ranks_per_node),
+        *filter(None, [advice]),
     ):
         console.print(line)
 
@@ -63,8 +67,8 @@ def _head(task: PlannedRun) -> Iterator[str]:
     micro = f" in {config.micro_batches} micro-batches" if config.micro_batches > 1 else ""
     numbers = config.dtype if config.precision == "float32" else config.precision
     yield (
-        f"{config.model.name} on {plan.rows * plan.cols} ranks, a grid of {plan.rows} x {plan.cols}; images {height} x {width} x "
-        f"{channels}, batch {config.batch}{micro}: {samples} per rank; {numbers}, kernels {task.job.kernels.name}"
+        f"{config.model.name} on {counted(plan.rows * plan.cols, 'rank')}, a grid of {plan.rows} x {plan.cols}; images {height} "
+        f"x {width} x {channels}, batch {config.batch}{micro}: {samples} per rank; {numbers}, kernels {task.job.kernels.name}"
     )
     if task.assumption:
         yield task.assumption
@@ -186,8 +190,8 @@ def _gradients(task: PlannedRun, averaged: Sequence[GroupSchedule]) -> Iterator[
         exchanged = _range(group.exchanged_bytes(item))
         which = f" (r = {', '.join(map(str, group.split_ranks))})" if len(group.split_ranks) < task.plan.rows else ""
         yield (
-            f"Gradients of group {group.group}{which}: {group.elements:,} elements over {group.ranks} ranks, {exchanged} "
-            f"bytes per rank and step with {task.config.averager.name}."
+            f"Gradients of group {group.group}{which}: {group.elements:,} elements over {counted(group.ranks, 'rank')}, "
+            f"{exchanged} bytes per rank and step with {task.config.averager.name}."
         )
     yield f"All gradients: {_range(averaging_bytes(task, averaged))} bytes per rank and step."
     note = strategy_costs(task.config.averager.name, task.config.averager.options).note
@@ -235,7 +239,7 @@ def _interval(interval: Interval) -> str:
 
 def _span(values: Sequence[int]) -> str:
     least, most = min(values), max(values)
-    return f"{least:,} {'sample' if least == 1 else 'samples'}" if least == most else f"{least:,} to {most:,} samples"
+    return counted(least, "sample") if least == most else f"{least:,} to {most:,} samples"
 
 
 def _range(values: Sequence[int], between: str = " to ") -> str:
@@ -259,7 +263,7 @@ def schedule_lines(task: PlannedRun, averaged: Sequence[GroupSchedule], link: Li
     for group in averaged:
         yield ""
         split_ranks = ", ".join(map(str, group.split_ranks))
-        yield f"group {group.group}, r = {split_ranks}: {group.elements:,} elements, {group.ranks} ranks"
+        yield f"group {group.group}, r = {split_ranks}: {group.elements:,} elements, {counted(group.ranks, 'rank')}"
         if group.schedule is None:
             yield f"one allreduce of all {group.elements:,} elements after backward; every rank updates all of them"
             continue

@@ -22,7 +22,7 @@ from hpctrain.core.console import PlainConsole, output_console, plain_table
 from hpctrain.core.text import counted, echo, echo_block, echo_wrapped, escaped, loss_text, pipe_columns, spans, wrapped
 from hpctrain.run.evaluation import Evaluation, PredictedPicture, Predictions
 from hpctrain.runs.comparison import ComparedSetting, Comparison
-from hpctrain.runs.results import SETTINGS, UNKNOWN, summary_texts
+from hpctrain.runs.results import SETTINGS, UNKNOWN, prediction_sentences, summary_texts
 from hpctrain.storage.atomic_write import write_text
 from hpctrain.training.evaluation import ClassScore, ConfusionMatrix
 
@@ -227,8 +227,7 @@ def print_table(predictions: Predictions, *, visible: bool) -> list[Path]:
     form = _Form(predictions.class_names)
     if visible:
         weights = " (averaged weights)" if predictions.averaged else ""
-        count = f"{len(predictions.files):,} {'image' if len(predictions.files) == 1 else 'images'}"
-        echo(f"{predictions.checkpoint}{weights}: {count}")
+        echo(f"{predictions.checkpoint}{weights}: {counted(len(predictions.files), 'image')}")
         form.print_titles()
     while pictures := list(islice(predictions.answers, _AT_ONCE)):
         broken += [picture.file for picture in pictures if picture.error is not None]
@@ -359,6 +358,8 @@ def comparison_lines(comparison: Comparison, width: int = _COLUMNS) -> Iterator[
         yield f"{number}: {name}"
     yield ""
     yield _results(summary_texts(comparison.summaries), numbers, width)
+    for run, text in prediction_sentences(comparison.summaries):
+        yield wrapped(f"{numbers[run]}: {text}", width)
     for title, settings in (("configuration", comparison.configuration), ("versions", comparison.versions)):
         yield ""
         yield f"Differences in {title}:" if settings else f"No differences in {title}."

@@ -5,6 +5,7 @@ Only `report --test` needs MPI.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -17,11 +18,11 @@ from typing import TYPE_CHECKING
 
 import click
 
-from hpctrain.cli.arguments import FilePath, OutputFile, Seconds
+from hpctrain.cli.arguments import RUNS, FilePath, OutputFile, Seconds, newest_runs
 from hpctrain.cli.failure import job_ends_on_error
 from hpctrain.cli.job_process import ConfiguredProcess
 from hpctrain.core.errors import DataError
-from hpctrain.core.text import echo, echo_block, escaped, size_text
+from hpctrain.core.text import counted, echo, echo_block, escaped, size_text
 from hpctrain.launch.launcher import detect
 from hpctrain.launch.threads import set_threads
 
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
     from hpctrain.config.schema import Config
     from hpctrain.core.yaml_source import Source
     from hpctrain.report.page import JudgedSet, Page
-    from hpctrain.runs.directory import RunDirectory
     from hpctrain.runs.state import RunReader, RunState
 
 
@@ -42,7 +42,7 @@ def autopsy(run: Path | None, as_json: bool) -> None:
     """Name the rank of a dead job that failed first.
 
     RUN is a run directory, or a directory of flight records. Flight records contain the last actions of each rank and survive a
-    crash. The default is the latest start on this machine that ended before it created a run directory.
+    crash. The default is the newest run in runs, or a later start on this machine that ended before it created a run directory.
     """
     from hpctrain.flight import autopsy as report
     from hpctrain.flight.autopsy import autopsy as findings
@@ -72,18 +72,32 @@ def autopsy(run: Path | None, as_json: bool) -> None:
 
 
 def _latest_start() -> Path:
-    """Return the directory with the flight records of the latest start.
+    """Return the newest run, or the directory with the flight records of a start that is newer.
 
     Raises:
-        DataError: there are no records of a start.
+        DataError: there are no records.
     """
     from hpctrain.flight.start_records import RECORDS, latest
+    from hpctrain.runs.directory import flight_directory, runs
 
-    directory = latest(os.environ)
-    if directory is None:
-        raise DataError(f"There are no flight records of a start on this machine; give a run directory, or set {RECORDS}.")
-    echo(f"records of {directory}", err=True)
-    return directory
+    newest = next((run.path for run in runs(RUNS, None) if run.flight_records().is_dir()), None)
+    start, named = latest(os.environ), bool(os.environ.get(RECORDS))
+    if newest is None or (start is not None and (named or _changed(start) > _changed(flight_directory(newest)))):
+        newest = start
+    if newest is None:
+        raise DataError(
+            f"There are no flight records of a run in {RUNS.absolute()} or of a start on this machine; give a run directory, or "
+            f"set {RECORDS}."
+        )
+    echo(f"records of {newest}", err=True)
+    return newest
+
+
+def _changed(directory: Path) -> float:
+    """Return the time of the latest change in a directory; 0 if it no longer exists."""
+    with contextlib.suppress(OSError):
+        return max(entry.stat().st_mtime for entry in [directory, *directory.iterdir()])
+    return 0.0
 
 
 def _logs(run: Path, ranks: list[int]) -> str:
@@ -111,15 +125,12 @@ def _aligned(rows: list[tuple[str, ...]], width: int) -> list[str]:
     return lines
 
 
-_RUNS = Path("runs")
-
-
 @click.command()
 @click.argument("run", required=False, type=FilePath(path_type=Path))
 @click.option(
     "--runs",
     type=FilePath(file_okay=False, path_type=Path),
-    default=_RUNS,
+    default=RUNS,
     show_default=True,
     help="Directory of runs; without RUN, its newest run is followed.",
 )
@@ -139,9 +150,10 @@ def watch(run: Path | None, runs: Path, once: bool, interval: float) -> None:
     """
     from hpctrain.cli.watch_screen import COLUMNS
     from hpctrain.core.console import output_console
+    from hpctrain.runs.directory import RunDirectory
     from hpctrain.runs.state import RunReader
 
-    reader = RunReader(_directory(run, runs), follows=not once)
+    reader = RunReader(RunDirectory.open(run or newest_runs(directory=runs)[0]), follows=not once)
     console = output_console(COLUMNS)
     if once:
         _show(reader.read(time.time()), console)
@@ -151,22 +163,6 @@ def watch(run: Path | None, runs: Path, once: bool, interval: float) -> None:
         follow(reader, console, interval)
     except KeyboardInterrupt:  # the usual end of `watch`
         return
-
-
-def _directory(run: Path | None, runs: Path) -> RunDirectory:
-    """Return the run to follow.
-
-    Raises:
-        CheckpointError: there is no run.
-    """
-    from hpctrain.core.errors import CheckpointError
-    from hpctrain.runs import directory
-
-    if run is not None:
-        return directory.RunDirectory.open(run)
-    for newest in directory.runs(runs, None):
-        return newest
-    raise CheckpointError(f"There is no run in {runs.absolute()}; give the directory of a run, or of all runs with --runs.")
 
 
 def _show(state: RunState, console: Console) -> None:
@@ -210,17 +206,20 @@ def _lines(reader: RunReader, console: Console, interval: float) -> None:
 
 
 @click.command()
-@click.argument("run", type=FilePath(path_type=Path))
+@click.argument("run", required=False, type=FilePath(path_type=Path))
 @click.option("--all", "whole", is_flag=True, help="Print all rows; by default, the smallest are summed into one row.")
-def trace(run: Path, whole: bool) -> None:
+def trace(run: Path | None, whole: bool) -> None:
     """Show where the time of a traced run went.
 
-    RUN is the directory of a run with trace=true. Rows are sorted by time, the longest first.
+    RUN is the directory of a run with trace=true; default: the newest one in runs. Rows are sorted by time, the longest first.
     """
     from hpctrain.core.errors import DataError
     from hpctrain.core.files import json_object, read_bytes
     from hpctrain.trace import time_table, time_table_text
 
+    if run is None:
+        run = newest_runs()[0]
+        echo(f"run {run}", err=True)
     path = run / "time_table.json"
     if not path.is_file():
         raise DataError(
@@ -240,7 +239,7 @@ _MOST_PICTURES = 24
 
 
 @click.command()
-@click.argument("runs", metavar="RUN...", nargs=-1, required=True, type=FilePath(path_type=Path))
+@click.argument("runs", metavar="[RUN]...", nargs=-1, type=FilePath(path_type=Path))
 @click.option(
     "--out",
     type=OutputFile(streams=True, of_job=True),
@@ -258,11 +257,12 @@ def report(runs: tuple[Path, ...], out: Path | None, png: Path | None, judges: b
     """Write an HTML report of one or more runs.
 
     The report is one file that needs no network: curves, the time table of a traced run, events, checkpoints, the configuration,
-    and its differences between runs. RUN is a run directory; the run may still be in progress.
+    and its differences between runs. RUN is a run directory; default: the newest one in runs. The run may still be in progress.
     """
     from hpctrain.core.errors import ConfigError
     from hpctrain.report.figures import check_matplotlib
 
+    runs = runs or tuple(newest_runs())
     if judges and len(runs) > 1:
         raise ConfigError(f"--test evaluates a single run, but {len(runs)} are given; give one, or leave --test out.")
     check_matplotlib()
@@ -322,7 +322,7 @@ def _write_figures(page: Page, directory: Path) -> None:
     for drawing in page.drawings:
         path = directory / f"{drawing.key}.png"
         _write(path, partial(write_png, drawing, path))
-    echo(f"{directory}: {len(page.drawings)} pictures")
+    echo(f"{directory}: {counted(len(page.drawings), 'picture')}")
 
 
 def _write(path: Path, write: Callable[[], object]) -> None:
@@ -335,17 +335,18 @@ def _write(path: Path, write: Callable[[], object]) -> None:
 
 
 @click.command()
-@click.argument("runs", metavar="RUN RUN...", nargs=-1, required=True, type=FilePath(path_type=Path))
+@click.argument("runs", metavar="[RUN RUN]...", nargs=-1, type=FilePath(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="Print the comparison as JSON.")
 @click.option("--out", type=OutputFile(streams=True), help="Also write an HTML report of all runs to this file.")
 def compare(runs: tuple[Path, ...], as_json: bool, out: Path | None) -> None:
     """Compare runs: results, configurations, first difference.
 
-    Each RUN is a run directory. The first bitwise difference is found with the hashes that runs record every few steps
-    (hashes.every_steps), and with checkpoints of the same step, tensor by tensor.
+    Each RUN is a run directory; default: the two newest ones in runs. The first bitwise difference is found with the hashes that
+    runs record every few steps (hashes.every_steps), and with checkpoints of the same step, tensor by tensor.
     """
     from hpctrain.core.errors import ConfigError
 
+    runs = runs or tuple(newest_runs(2))
     if len(runs) < 2:
         raise ConfigError("A comparison needs at least two runs; give two run directories, or use `hpctrain report`.")
     from hpctrain.cli.result_tables import comparison_lines

@@ -20,6 +20,7 @@ from hpctrain.cli.arguments import (
     FILE,
     OVERRIDES,
     PASS_STYLE,
+    RUNS,
     FilePath,
     OneOf,
     OutputFile,
@@ -133,6 +134,7 @@ def train(
             style=style,
             state=job.shrink_state,
             complete=complete,
+            trial=smoke,
         )
         return end.reason is not None
 
@@ -254,7 +256,6 @@ def evaluate(
         job.finish()
 
 
-_RUNS = Path("runs")
 _MOST_LISTED = 20
 
 
@@ -337,7 +338,7 @@ def predict(
     if as_json and csv_file is not None:
         raise click.UsageError("--json and --csv both replace the table; leave one of them out.")
     job = ConfiguredProcess(top=top, flip=flip, averaged=averaged, fit=fit, batch=batch)
-    chosen = _Choice(checkpoint, runs or _RUNS, file, overrides)
+    chosen = _Choice(checkpoint, runs or RUNS, file, overrides)
     with job_ends_on_error(job.rank, job.abort, job.failed):
         session = job.start_from(chosen.read)
         from hpctrain.cli.result_tables import print_lines, print_table, write_predictions
@@ -367,7 +368,7 @@ def _sentence(broken: Sequence[Path], pictures: int) -> str:
     """Return the last line of the output if some pictures were not predicted."""
     shown = ", ".join(os.fsencode(path).decode(errors="replace") for path in broken[:_MOST_LISTED])
     more = f", and {len(broken) - _MOST_LISTED} more" if len(broken) > _MOST_LISTED else ""
-    return f"hpctrain: {len(broken)} of {pictures} images could not be predicted: {shown}{more}."
+    return f"hpctrain: {len(broken):,} of {pictures:,} images could not be predicted: {shown}{more}."
 
 
 class _Choice:

@@ -86,7 +86,7 @@ def _sign(cell: int, *, plain: bool) -> str:
 #: width without a terminal
 COLUMNS = 80
 _CURVE_LINES = 5
-_BESIDE_COLUMNS = 72  # minimum width for two curves next to each other
+_TWO_CURVES_COLUMNS = 72  # minimum width for two curves next to each other
 _MOST_EVENTS = 6
 _MOST_RANKS = 4
 _NARROWEST_BAR = 10
@@ -187,8 +187,8 @@ def _numbers(state: RunState) -> Table | None:
 
 def _curves(state: RunState, width: int, *, plain: bool) -> RenderableType | None:
     """Return curves of loss and accuracy over steps, with dots for training and "o" for evaluations; None without curves."""
-    beside = width >= _BESIDE_COLUMNS
-    columns = (width - 2) // 2 if beside else width
+    in_a_row = width >= _TWO_CURVES_COLUMNS
+    columns = (width - 2) // 2 if in_a_row else width
     curves = []
     for measure, title, label in (("loss", "loss", loss_text), ("top1", "top1", "{:.1%}".format)):
         train, test = state.curve(measure, "interval", "epoch"), state.curve(measure, "evaluation")
@@ -198,7 +198,7 @@ def _curves(state: RunState, width: int, *, plain: bool) -> RenderableType | Non
             curves.append(Text("\n".join([f"{title} over steps{of}", *lines]), no_wrap=True))
     if not curves:
         return None
-    if not beside:
+    if not in_a_row:
         return Group(*curves)
     grid = Table.grid(padding=(0, 2, 0, 0))
     for _ in curves:

@@ -18,6 +18,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
+from hpctrain.core import user_code
 from hpctrain.core.errors import CommunicationTimeoutError, HpctrainError, RankLostError
 
 Array = Any
@@ -345,13 +346,14 @@ T = TypeVar("T")
 def raise_on_all_ranks(comm: Communicator, work: Callable[[], T]) -> T:
     """Return the result of `work` on this rank, once all ranks are done. Collective.
 
-    `work` must not communicate on `comm`. An exception that is not an HpctrainError is a bug; it propagates at once and ends the
-    job. CommunicationTimeoutError and RankLostError also propagate at once, because the other ranks would not answer.
+    `work` must not communicate on `comm`. An exception that is neither an HpctrainError nor one of user code is a bug; it
+    propagates at once and ends the job. CommunicationTimeoutError and RankLostError also propagate at once, because the other
+    ranks would not answer.
 
     Raises:
-        HpctrainError: `work` raised an HpctrainError on any rank. Every rank raises the error of the lowest such rank. Its
-            message names the failing ranks unless all failed; its `ranks` are set to them if it has none. Only the first rank
-            prints it.
+        HpctrainError: `work` raised an HpctrainError, or user code failed, on any rank. Every rank raises the error of the lowest
+            such rank. Its message names the failing ranks unless all failed; its `ranks` are set to them if it has none. Only the
+            first rank prints it.
     """
     failure: HpctrainError | None = None
     try:
@@ -360,6 +362,10 @@ def raise_on_all_ranks(comm: Communicator, work: Callable[[], T]) -> T:
         raise
     except HpctrainError as error:
         failure = error
+    except Exception as error:
+        failure = user_code.fault(error)
+        if failure is None:
+            raise
     outcomes = comm.allgather_object(None if failure is None else (type(failure), str(failure), failure.ranks))
     failed = [rank for rank, outcome in enumerate(outcomes) if outcome is not None]
     if not failed:
@@ -369,7 +375,10 @@ def raise_on_all_ranks(comm: Communicator, work: Callable[[], T]) -> T:
     kind, message, ranks = outcomes[failed[0]]
     if len(failed) < comm.size:
         ranks = ranks or [comm.world_ranks[rank] for rank in failed]
-    raise kind(message + on_ranks(failed, comm.size), ranks=ranks).of_all_ranks(comm.world_ranks[0]) from failure
+    sentence, *frames = message.split("\n", 1)  # of user code
+    raise kind("\n".join([sentence + on_ranks(failed, comm.size), *frames]), ranks=ranks).of_all_ranks(
+        comm.world_ranks[0]
+    ) from failure
 
 
 def on_ranks(failed: Sequence[int], size: int) -> str:

@@ -25,7 +25,6 @@ from hpctrain.config.options import LISTS, choice, kind_of, registry
 from hpctrain.config.schema import Config
 from hpctrain.config.values import Named
 from hpctrain.core.errors import ConfigError, HpctrainError, OptionError
-from hpctrain.core.text import choices
 from hpctrain.core.yaml_source import KeyPath, Source, dotted
 from hpctrain.data.augmentations import AUGMENTATIONS
 from hpctrain.data.pipeline import check_order
@@ -419,11 +418,11 @@ def _faults_of(
                 advice = f'{overridden} keeps the other keys of the section, so write "{dotted(path)}={flow(fits)}"'
                 if path == ("optimizer",) and source.places.get((*path, "lr"), "").startswith(source.label):
                     advice += f". Choose lr for {section.name}, as the value of the file was chosen for another optimiser"
-            sentence = str(error).replace(choices(error.option, error.known), advice)
-            if error.option not in options and (examples := _needed_examples(path, section.name, options)):
+            sentence = f"{error.fault}; {advice}." if error.fault and error.option in options else str(error)
+            if error.fault and error.option not in options and (examples := _needed_examples(path, section.name, options)):
                 whole = flow({**section.model_dump(mode="json", exclude_unset=True), **examples})
                 written = f'"{dotted(path)}={whole}"' if source.locate(at).startswith("override") else whole
-                sentence = f"{sentence.removesuffix('.')}; write for example {written}."
+                sentence = f"{error.fault}; write for example {written}."
             yield at, sentence
             if error.option not in options:
                 return

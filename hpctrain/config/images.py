@@ -349,17 +349,14 @@ def single_values(
     whole, rest = min(config.batch, samples), samples % config.batch if samples > config.batch else 0
     found = {count: _first_single(config, shapes, classes, count, plan) for count in (whole, rest) if count}
     if (one := found.get(whole)) is not None:
-        few = f", as {place} has {_images(samples)}" if samples < config.batch else ""
-        return SingleValues(refusal=f"{one.sentence(f'every step, of {_images(whole)}{few}')}; {one.fix}.")
+        few = f", as {place} has {counted(samples, 'image')}" if samples < config.batch else ""
+        step = f"every step, of {counted(whole, 'image')}{few}"
+        return SingleValues(refusal=f"{one.sentence(step)}; {one.fix}.")
     if (one := found.get(rest)) is not None:
-        step = f"the last step of each epoch, of {_images(rest)}"
+        step = f"the last step of each epoch, of {counted(rest, 'image')}"
         fix = f"choose a batch that divides the {samples:,} images of an epoch or leaves a larger remainder"
         return SingleValues(warning=f"{one.sentence(step)}; {fix}")
     return SingleValues()
-
-
-def _images(count: int) -> str:
-    return "1 image" if count == 1 else f"{count:,} images"
 
 
 def data_line(config: Config, images: int, held_out: int) -> str:
@@ -372,7 +369,7 @@ def data_line(config: Config, images: int, held_out: int) -> str:
     validation = f", {held_out:,} others for validation" if held_out else ""
     few = " (more than all images)" if config.batch > images else ""
     steps = counted(-(-images // config.batch), "step")
-    return f"data {config.data.train}: {_images(images)}{validation}, batch {config.batch}{few}, {steps} per epoch"
+    return f"data {config.data.train}: {counted(images, 'image')}{validation}, batch {config.batch}{few}, {steps} per epoch"
 
 
 def stored_training_images(config: Config) -> Images | None:

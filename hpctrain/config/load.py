@@ -243,7 +243,7 @@ def load(path: str | Path, overrides: Sequence[str] = (), refusal: Refusal | Non
         near = _nearest_file(Path(path)) if isinstance(error, FileNotFoundError) else None
         advice = "give the path of a YAML file" if near is None else f"the nearest YAML file is {near}"
         raise ConfigError(f"{path}: Cannot read the configuration: {error.strerror}; {advice}.") from None
-    user_code.search_beside(Path(path))
+    user_code.search_next_to(Path(path))
     return parse(text, str(path), overrides, refusal)
 
 

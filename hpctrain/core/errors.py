@@ -44,12 +44,21 @@ class OptionError(ConfigError):
     Attributes:
         option: name of the option; empty if the error was raised on another rank.
         known: names of the options that exist, if there is no option of this name.
+        fault: beginning of the sentence, to which other advice can be added; empty if the sentence has no parts.
     """
 
     def __init__(self, sentence: str, option: str = "", *, known: Sequence[str] = (), ranks: Sequence[int] = ()) -> None:
         super().__init__(sentence, ranks=ranks)
         self.option = option
         self.known = tuple(known)
+        self.fault = ""
+
+    @classmethod
+    def of_parts(cls, fault: str, advice: str, option: str, known: Sequence[str] = ()) -> Self:
+        """Return the error whose sentence consists of a fault and advice, which may be empty."""
+        error = cls(f"{'; '.join(filter(None, (fault, advice)))}.", option, known=known)
+        error.fault = fault
+        return error
 
 
 class DataError(HpctrainError):

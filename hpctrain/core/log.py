@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 
-from hpctrain.core.text import beginning_with, colours, escaped, place
+from hpctrain.core.text import beginning_with, colours, counted, escaped, place
 
 #: maximum number of lines that wait for the file or the disk; beyond it the oldest ones are dropped
 MOST_WAITING = 10_000
@@ -81,7 +81,7 @@ class RankLog(logging.Handler):
             self._wake.set()
             lost = len(self._waiting) + self._dropped
             if self._path is not None and lost:
-                _log.warning("%d %s of %s could not be written and are lost.", lost, "line" if lost == 1 else "lines", self._path)
+                _log.warning("%s of %s could not be written and are lost.", counted(lost, "line"), self._path)
         super().close()
 
     def _run(self) -> None:

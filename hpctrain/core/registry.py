@@ -19,17 +19,19 @@ import os
 import pkgutil
 import re
 import sys
+from abc import ABCMeta
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager, suppress
 from dataclasses import is_dataclass
+from functools import cache, partial, wraps
 from pathlib import Path
 from types import UnionType
-from typing import Any, Generic, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+from typing import Any, Generic, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 from pydantic import PydanticUserError, TypeAdapter, ValidationError
 
 from hpctrain.core import user_code
-from hpctrain.core.errors import ConfigError, OptionError
+from hpctrain.core.errors import ConfigError, HpctrainError, OptionError
 from hpctrain.core.text import MISSPELT, SYNONYMS, choices, joined, nearest, rule, shortened
 
 T = TypeVar("T")
@@ -128,17 +130,28 @@ class Registry(Generic[T]):
 
     @contextmanager
     def refusals(self, name: str) -> Iterator[None]:
-        """Convert a ValueError of user code into a ConfigError (context manager). Errors of hpctrain's own code pass unchanged.
+        """Convert an exception of user code into a ConfigError (context manager). Errors of hpctrain's own code pass unchanged.
 
         Raises:
-            ConfigError: user code raised a ValueError.
+            ConfigError: user code raised a ValueError, which refuses a value, or has failed.
         """
+        label = f'{_capital(self.kind)} "{name}"'
         try:
             yield
-        except ValueError as error:
+        except HpctrainError as error:
+            line = "" if isinstance(error, OptionError) else user_code.calling_line(error)
+            if line:
+                error.args = (f"{str(error).removesuffix('.')} ({line}).", *error.args[1:])
+            raise
+        except Exception as error:
             if not user_code.is_reference(name) and name not in (offer.name for offer in self.offers()):
                 raise
-            raise ConfigError(f'{_capital(self.kind)} "{name}" is invalid: {str(error).rstrip(".")}.') from error
+            if isinstance(error, ValueError) and user_code.raises_itself(error):
+                raise ConfigError(f"{label} is invalid: {str(error).rstrip('.')}.") from error
+            fault = user_code.fault(error, label)
+            if fault is None:
+                raise
+            raise fault from error
 
     def _classes(self) -> dict[str, Callable[..., T]]:
         """Return the entries of a single module by name: "sgd" for `Sgd`, "two_words" for `TwoWords`."""
@@ -214,10 +227,10 @@ def _converted_options(
         if key in reserved:
             raise OptionError(f'Option "{key}" of {label} is set by the program; remove it.', key)
         if key not in parameters and not open_ended:
-            raise OptionError(f'{_capital(label)} has no option "{key}"; {choices(key, known)}.', key, known=known)
+            raise OptionError.of_parts(f'{_capital(label)} has no option "{key}"', choices(key, known), key, known)
     for key in known:
         if key not in options and parameters[key].default is inspect.Parameter.empty:
-            raise OptionError(f'{_capital(label)} needs the option "{key}".', key)
+            raise OptionError.of_parts(f'{_capital(label)} needs the option "{key}"', "", key)
     return {
         key: _converted(value, parameters[key].annotation, f'Option "{key}" of {label}', key) if key in parameters else value
         for key, value in options.items()
@@ -279,7 +292,7 @@ def check_counts(*optional: str, **counts: tuple[Any, int]) -> None:
         except TypeError:  # no integer, or an array of several
             pass
         meant = _nearest_value(value, int)
-        near = max(least, meant if isinstance(meant, int) else int(value) if _is_bool(value) or _fits(value, int) else least)
+        near = max(least, meant if isinstance(meant, int) else int(value) if _is_bool(value) or _test(int)(value) else least)
         raise ConfigError(f"{name} is {value!r}, but must be an integer of at least {least}; the nearest legal value is {near}.")
 
 
@@ -293,12 +306,14 @@ _TYPE_WORDS: dict[object, tuple[str, str]] = {
     bool: ("True or False", "truth values"),
     type(None): ("None", "None"),
 }
+#: legal values in messages about parameters that have no default
+_EXAMPLES: dict[object, str] = {int: "1", float: "0.1", bool: "True", Mapping: "{}", Sequence: "[]", tuple: "(1, 1)"}
 
 
 def check_types(function: Callable[..., Any], arguments: Mapping[str, Any], **legal: str) -> None:
     """Raise unless the arguments of a function have the types of its annotations.
 
-    NumPy's numbers are accepted, and any sequence for a tuple. Arrays, values of mappings and unknown types are not checked.
+    NumPy's numbers are accepted, and any sequence for a tuple. Arrays and unknown types are not checked.
 
     Args:
         arguments: arguments by name; names that are no parameters are ignored.
@@ -310,13 +325,107 @@ def check_types(function: Callable[..., Any], arguments: Mapping[str, Any], **le
     types, parameters = _types(function), inspect.signature(function).parameters
     for name, value in arguments.items():
         expected = types.get(name, Any)
-        if name not in parameters or _fits(value, expected):
+        if name in parameters and not _test(expected)(value):
+            raise _wrong_type(name, value, expected, parameters[name].default, legal.get(name))
+
+
+class CheckedArguments(ABCMeta):
+    """Metaclass of public base classes, such as `Layer`: the constructors of their subclasses check the types of their arguments.
+
+    It applies to hpctrain's own subclasses, including generated constructors of dataclasses. The class of a user is checked where
+    it calls one of these constructors.
+    """
+
+    def __init__(cls, name: str, bases: tuple[type, ...], attributes: dict[str, Any], **keywords: Any) -> None:
+        super().__init__(name, bases, attributes, **keywords)
+        if "__init__" in attributes:
+            cls.__init__ = attributes["__init__"]  # type: ignore[misc]  # see `__setattr__`
+
+    def __setattr__(cls, name: str, value: Any) -> None:
+        checks = name == "__init__" and cls.__module__.startswith("hpctrain.")
+        super().__setattr__(name, _with_checked_types(cls, value) if checks else value)
+
+
+def _with_checked_types(cls: type, constructor: Callable[..., None]) -> Callable[..., None]:
+    """Return a constructor that first raises unless its arguments have the types of its annotations, as `check_types`."""
+    parameters = dict(inspect.signature(constructor).parameters)
+    del parameters[next(iter(parameters))]  # self
+    by_place = [name for name, parameter in parameters.items() if parameter.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
+    types: dict[str, Any] = {}
+    usual: dict[str, frozenset[type]] = {}  # a network has hundreds of layers: most arguments need this look only
+
+    def complete() -> None:  # at the first call: a dataclass is complete then
+        types.update(_types(cls if is_dataclass(cls) else constructor))
+        usual.update({name: _usual_types(types.get(name, Any)) for name in parameters})
+
+    def check(name: str, value: Any) -> None:
+        if name in types and not _test(types[name])(value):
+            raise _wrong_type(name, value, types[name], parameters[name].default, owner=f" of {cls.__name__}")
+
+    @wraps(constructor)
+    def checked(self: Any, *arguments: Any, **keywords: Any) -> None:
+        if not usual:
+            complete()
+        for name, value in zip(by_place, arguments, strict=False):
+            if type(value) not in usual[name]:
+                check(name, value)
+        for name, value in keywords.items():
+            if name in usual and type(value) not in usual[name]:
+                check(name, value)
+        constructor(self, *arguments, **keywords)
+
+    return checked if parameters else constructor
+
+
+def _usual_types(expected: Any) -> frozenset[type]:
+    """Return types whose values all have an annotated type, as far as they are known without a value."""
+    members = _members(expected)
+    plain = {kind for kind in members if kind in (int, float, bool, str, type(None))}
+    return frozenset(plain | ({int} if float in plain else set()))
+
+
+def _wrong_type(name: str, value: Any, expected: Any, default: Any, legal: str | None = None, *, owner: str = "") -> ConfigError:
+    """Return the error for an argument of a wrong type.
+
+    Args:
+        default: default of the parameter; `inspect.Parameter.empty` if it has none.
+        legal: legal value for the message, used if no value is near.
+        owner: words after the name, such as " of Conv2d".
+    """
+    name, value, expected = _wrong_item(name, value, expected)
+    near, kind = _nearest_value(value, expected), _members(expected)[0]
+    origin = get_origin(kind) or kind
+    if near is not None:
+        plain = not isinstance(near, list) or isinstance(value, str | int | float)
+        advice = f"the nearest legal value is {near!r}" if plain else "the nearest legal value is a list that contains it"
+    elif inspect.isclass(value) and inspect.isclass(origin) and issubclass(value, origin):
+        advice = f"call the class, as in {value.__name__}()"
+    elif legal is not None:
+        advice = f"use {legal}"
+    elif default is not inspect.Parameter.empty:
+        advice = f"the default is {default!r}"
+    elif origin in _EXAMPLES:
+        advice = f"use {_EXAMPLES[origin]}, for example"
+    else:
+        advice = f"use an object of {origin.__module__}.{origin.__qualname__}"
+    return ConfigError(f"{name}{owner} is {shortened(value)}, but must be {_words(expected)}; {advice}.")
+
+
+def _wrong_item(name: str, value: Any, expected: Any) -> tuple[str, Any, Any]:
+    """Return (name, value, expected type) of the first wrong value in a mapping or list of objects, else the arguments."""
+    for member in _members(expected):
+        origin, kind = get_origin(member), (*get_args(member), Any)[-2:][0]
+        if origin is Mapping and isinstance(value, Mapping):
+            items = list(value.items())
+        elif origin is Sequence and isinstance(value, list | tuple):
+            items = list(enumerate(value))
+        else:
             continue
-        near, default = _nearest_value(value, expected), parameters[name].default
-        advice = f"the nearest legal value is {near!r}" if near is not None else f"use {legal.get(name)}"
-        if near is None and name not in legal:
-            advice = f"the default is {default!r}"
-        raise ConfigError(f"{name} is {shortened(value)}, but must be {_words(expected)}; {advice}.")
+        fits = _test(kind)
+        if inspect.isclass(kind) and kind not in _TYPE_WORDS:
+            wrong = ((f"{name}[{key!r}]", item, kind) for key, item in items if not fits(item))
+            return next(wrong, (name, value, expected))
+    return name, value, expected
 
 
 def _members(expected: Any) -> tuple[Any, ...]:
@@ -327,33 +436,56 @@ def _members(expected: Any) -> tuple[Any, ...]:
     return tuple(member for member in members if not (member is int and float in members))
 
 
-def _fits(value: Any, expected: Any) -> bool:
-    """Return whether a value has an annotated type."""
+@cache
+def _test(expected: Any) -> Callable[[Any], bool]:
+    """Return the function that returns whether a value has an annotated type."""
     members = _members(expected)
     if len(members) > 1:
-        return any(_fits(value, member) for member in members)
-    origin = get_origin(expected) or expected
+        tests = [_test(member) for member in members]
+        return lambda value: any(test(value) for test in tests)
+    origin, inner = get_origin(expected) or expected, get_args(expected)
     if expected is Any:
-        return True
+        return lambda value: True
     if expected in (int, float):
-        return not _is_bool(value) and not isinstance(value, str | bytes) and _converts(value, expected)
+        return partial(_is_number, kind=expected)
     if expected is bool:
-        return _is_bool(value)
+        return _is_bool
     if expected is Path:
-        return isinstance(value, os.PathLike)
+        return lambda value: isinstance(value, os.PathLike)
+    if origin is Literal:
+        return lambda value: any(type(value) is type(legal) and value == legal for legal in inner)
     if origin in (tuple, Sequence):
-        if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
-            return False
-        kinds = get_args(expected) if origin is tuple else (*get_args(expected), ...)
-        if not isinstance(value, Sized):  # an iterator, which a look would exhaust
-            return True
-        if kinds[-1] is not ... and len(value) != len(kinds):
-            return False
-        return all(_fits(item, kinds[0] if kinds[-1] is ... else kinds[place]) for place, item in enumerate(value))
+        return partial(_is_sequence, kinds=tuple(map(_test_or_ellipsis, inner if origin is tuple else (*inner, ...))))
+    if origin is Mapping and inner:
+        of_key, of_value = _test(inner[0]), _test(inner[1])
+        return lambda value: isinstance(value, Mapping) and all(of_key(key) and of_value(item) for key, item in value.items())
     if origin is Callable:
-        return callable(value)
+        return callable
     is_array = getattr(expected, "__module__", None) == "numpy"
-    return is_array or not isinstance(origin, type) or getattr(origin, "_is_protocol", False) or isinstance(value, origin)
+    if is_array or not isinstance(origin, type) or getattr(origin, "_is_protocol", False):
+        return lambda value: True
+    return lambda value: isinstance(value, origin)
+
+
+def _test_or_ellipsis(expected: Any) -> Any:
+    return expected if expected is ... else _test(expected)
+
+
+def _is_number(value: Any, kind: type[int] | type[float]) -> bool:
+    if type(value) in (kind, int):
+        return True
+    return not _is_bool(value) and not isinstance(value, str | bytes) and _converts(value, kind)
+
+
+def _is_sequence(value: Any, kinds: tuple[Any, ...]) -> bool:
+    """Return whether a value is a sequence of the types that `kinds` test; `...` at their end repeats the first one."""
+    if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
+        return False
+    if not isinstance(value, Sized):  # an iterator, which a look would exhaust
+        return True
+    if kinds[-1] is ...:
+        return all(map(kinds[0], value))
+    return len(value) == len(kinds) and all(test(item) for test, item in zip(kinds, value, strict=True))
 
 
 def _is_bool(value: Any) -> bool:
@@ -376,7 +508,11 @@ def _nearest_value(value: Any, expected: Any) -> Any:
                 number = float(value)
                 if math.isfinite(number):
                     return round(number) if member is int or number.is_integer() else number
-        if get_origin(member) is Sequence and _fits([value], member):
+        if get_origin(member) is Literal and isinstance(value, str):
+            near = nearest(value, [legal for legal in get_args(member) if isinstance(legal, str)])
+            if near is not None:
+                return near
+        if get_origin(member) is Sequence and _test(member)([value]):
             return [value]
     return None
 
@@ -392,15 +528,18 @@ def _words(expected: Any, several: bool = False) -> str:
     (kind,), origin = members, get_origin(members[0]) or members[0]
     if origin in _TYPE_WORDS:
         return _TYPE_WORDS[origin][several]
+    if origin is Literal:
+        return " or ".join(map(repr, get_args(kind)))
     if origin is tuple and get_args(kind)[-1] is not ...:
         return f"{'lists of ' if several else ''}{len(get_args(kind))} {_words(get_args(kind)[0], several=True)}"
     if origin in (tuple, Sequence):
         return f"{'lists' if several else 'a list'} of {_words(get_args(kind)[0], several=True)}"
     if origin is Mapping:
-        return "mappings" if several else "a mapping"
+        of = "" if Any in get_args(kind)[1:] else " of " + " to ".join(_words(inner, several=True) for inner in get_args(kind))
+        return f"{'mappings' if several else 'a mapping'}{of}"
     if origin is Callable:
         return "functions" if several else "a function"
-    name = origin.__name__.lower()
+    name = origin.__name__.lower() if origin.__name__.istitle() else origin.__name__
     return f"{name}s" if several else f"{_article(name)} {name}"
 
 

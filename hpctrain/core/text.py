@@ -99,8 +99,8 @@ def pipe_columns(columns: int = LOG_COLUMNS, environ: Mapping[str, str] = os.env
 
 
 def counted(number: int, noun: str) -> str:
-    """Return a number with its noun: "1 rank", "3 ranks"."""
-    return f"{number} {noun}{'' if number == 1 else 's'}"
+    """Return a number with its noun: "1 rank", "60,000 images", "3 classes"."""
+    return f"{number:,} {noun}{'' if number == 1 else 'es' if noun.endswith('ss') else 's'}"
 
 
 def loss_text(loss: float) -> str:
@@ -341,7 +341,8 @@ def nearest(name: str, names: Iterable[str], cutoff: float = _CUTOFF) -> str | N
 
     It is the most similar name if that is very similar, else the name that a usual word means, else the most similar one.
 
-    Of names that are equally similar, it is the one with the longest common beginning, then the first in alphabetical order.
+    Upper and lower case are equal. Of names that are equally similar, it is the one with the longest common beginning, then the
+    first in alphabetical order.
 
     Args:
         cutoff: minimum similarity, from 0 to 1, of a name that no usual word means.
@@ -350,7 +351,7 @@ def nearest(name: str, names: Iterable[str], cutoff: float = _CUTOFF) -> str | N
         return None
     import difflib  # here, as few processes need it
 
-    known = sorted(names)
+    known = sorted(names, key=lambda known: (known.lower(), known))
     if name in known:
         return name
     word = name.lower()
@@ -358,7 +359,7 @@ def nearest(name: str, names: Iterable[str], cutoff: float = _CUTOFF) -> str | N
 
     def similarity(candidate: str) -> tuple[float, int]:
         matcher.set_seq1(candidate.lower())
-        return matcher.ratio(), len(os.path.commonprefix([candidate, name]))  # noqa: RUF071  characters are meant
+        return matcher.ratio(), len(os.path.commonprefix([candidate.lower(), word]))  # noqa: RUF071  characters are meant
 
     close = set(difflib.get_close_matches(word, {candidate.lower() for candidate in known}, n=max(1, len(known)), cutoff=cutoff))
     similar = max((candidate for candidate in known if candidate.lower() in close), key=similarity, default=None)

@@ -24,7 +24,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from hpctrain.core.errors import ConfigError
+from hpctrain.core.errors import ConfigError, HpctrainError
 from hpctrain.core.files import read_bytes
 from hpctrain.core.text import choices, nearest
 
@@ -35,6 +35,7 @@ _REFERENCE = re.compile(r"(?P<place>[^:]+):(?P<name>[A-Za-z_]\w*)")
 _MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 _MOST_CODE_BYTES = 1 << 28  # large enough for compiled modules
 _NOT_THE_USERS = ("<frozen ", str(Path(importlib.__file__).parents[1]))
+_OF_PACKAGES = ("/site-packages/", "/dist-packages/")
 _PACKAGE = Path(__file__).parents[1]
 #: prefix of the names of modules that were loaded from the file of a reference
 _OF_FILES = "_hpctrain_"
@@ -44,7 +45,7 @@ _INSTRUMENTS = "hpctrain_testing"
 _NO_NAMES = ("__main__", "__mp_main__")
 
 #: directory of the configuration file that this process has read last
-_beside: list[Path] = []
+_config_folders: list[Path] = []
 #: reference -> file of its code
 _files: dict[str, Path] = {}
 
@@ -69,14 +70,14 @@ def is_reference(name: str) -> bool:
     return ":" in name
 
 
-def search_beside(file: Path) -> None:
+def search_next_to(file: Path) -> None:
     """Also search for modules and files in the directory of this configuration file."""
-    _beside[:] = [file.parent]
+    _config_folders[:] = [file.parent]
 
 
 def folder_with(path: Path) -> Path | None:
     """Return the directory of the configuration file or its parent, if a relative path exists in one of them; else None."""
-    folders = (folder for beside in _beside for folder in (beside.resolve(), beside.resolve().parent))
+    folders = (folder for known in _config_folders for folder in (known.resolve(), known.resolve().parent))
     return next((folder for folder in folders if (folder / path).is_file()), None)
 
 
@@ -168,13 +169,13 @@ def unnamed(file: str) -> str:
 
 
 def _existing(file: str) -> Path | None:
-    return next((path for path in (root / file for root in (Path(), *_beside)) if path.is_file()), None)
+    return next((path for path in (root / file for root in (Path(), *_config_folders)) if path.is_file()), None)
 
 
 def _nearest_file(file: str) -> str:
     """Return "; the nearest is PATH" for a missing file of code; empty if no file of its directory is similar."""
     given = Path(file)
-    names = [found.name for root in (Path(), *_beside) for found in (root / given.parent).glob("*.py")]
+    names = [found.name for root in (Path(), *_config_folders) for found in (root / given.parent).glob("*.py")]
     near = nearest(given.name, names)
     return "" if near is None else f"; the nearest is {given.with_name(near)}"
 
@@ -184,7 +185,7 @@ def _from_module(reference: str, name: str) -> ModuleType:
         raise ConfigError(
             f'"{reference}" is not a reference to a module; write module:Name, or the path of a file ending in .py.'
         )
-    _extend_path(Path(), *_beside)
+    _extend_path(Path(), *_config_folders)
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
@@ -230,16 +231,81 @@ def _extend_path(*directories: Path) -> None:
 
 
 def _places() -> str:
-    beside = [f" or in {directory}, next to the configuration" for directory in _beside if directory.resolve() != Path.cwd()]
-    return "".join(["the working directory", *beside])
+    others = [
+        f" or in {directory}, next to the configuration" for directory in _config_folders if directory.resolve() != Path.cwd()
+    ]
+    return "".join(["the working directory", *others])
 
 
 def _failed(reference: str, error: BaseException) -> ConfigError:
     """Return the error for a failed import: the kind of the error, its message, and the line of user code."""
-    words = " ".join(str(error).split())
-    return ConfigError(
-        f'The code of "{reference}" cannot be imported: {type(error).__name__}{f": {words}" if words else ""} ({_line(error)}).'
-    )
+    return ConfigError(f'The code of "{reference}" cannot be imported: {_kind_and_words(error)} ({_line(error)}).')
+
+
+def fault(error: Exception, subject: str = "") -> ConfigError | None:
+    """Return the error for an exception that user code has caused; None if it has caused none, or if the program is the user's.
+
+    The first line of the message is a sentence with the kind of the exception, its message, and the line of user code. The
+    following lines begin with blanks and are the frames of user code, as in a traceback.
+
+    Args:
+        subject: what has failed; default: the file of the code.
+    """
+    if not _files or isinstance(error, (HpctrainError, MemoryError, BrokenPipeError)):
+        return None
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_of_user(frame.filename)]
+    if any(Path(frame.filename).resolve() == Path(sys.argv[0]).resolve() for frame in frames):  # its traceback is more useful
+        return None
+    called = _called_wrongly(error) if isinstance(error, TypeError) and not frames else None
+    if not frames and called is None:
+        return None
+    file, line = called or (frames[-1].filename, frames[-1].lineno)
+    subject = subject or f"The code of {Path(file).name}"
+    sentence = f"{subject} fails: {_kind_and_words(error)} ({file}, line {line})."
+    return ConfigError("\n".join([sentence, *"".join(traceback.format_list(frames)).splitlines()]))
+
+
+def raises_itself(error: BaseException) -> bool:
+    """Return whether the innermost frame of an error is a statement `raise` of user code, or no frame is of user code."""
+    frames = traceback.extract_tb(error.__traceback__)
+    if not any(_is_of_user(frame.filename) for frame in frames):
+        return True
+    return _is_of_user(frames[-1].filename) and (frames[-1].line or "").startswith("raise")
+
+
+def calling_line(error: BaseException) -> str:
+    """Return the file and line of user code whose call of hpctrain raised the error; empty if there is no such call."""
+    frames = traceback.extract_tb(error.__traceback__)
+    of_user = [frame for frame in frames if _is_of_user(frame.filename)]
+    return f"{of_user[-1].filename}, line {of_user[-1].lineno}" if of_user and of_user[-1] is not frames[-1] else ""
+
+
+def _is_of_user(file: str) -> bool:
+    """Return whether a file has code of the user: code that was loaded by a reference, or neither Python's nor a package's."""
+    if Path(file) in _files.values():
+        return True
+    is_of_package = file.startswith((*_NOT_THE_USERS, str(_PACKAGE))) or any(folder in file for folder in _OF_PACKAGES)
+    return not is_of_package and Path(file).is_file()
+
+
+def _called_wrongly(error: TypeError) -> tuple[str, int] | None:
+    """Return (file, line) of the user's function that was called with wrong arguments; None if it is no function of the user."""
+    match = re.match(r"([A-Za-z_][\w.]*)\(\) (?:missing|takes|got)", str(error))
+    for module in tuple(sys.modules.values()) if match else ():
+        if not _is_of_user(getattr(module, "__file__", None) or ""):
+            continue
+        called: Any = module
+        for name in match[1].split(".") if match else ():
+            called = getattr(called, name, None)
+        code = getattr(called, "__code__", None)
+        if code is not None and _is_of_user(code.co_filename):
+            return code.co_filename, code.co_firstlineno
+    return None
+
+
+def _kind_and_words(error: BaseException) -> str:
+    words = " ".join(str(error).split()).rstrip(".")
+    return f"{type(error).__name__}: {words}" if words else type(error).__name__
 
 
 def _line(error: BaseException) -> str:
@@ -247,8 +313,5 @@ def _line(error: BaseException) -> str:
     if isinstance(error, SyntaxError) and error.filename is not None:
         return f"{error.filename}, line {error.lineno}"
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename) != Path(__file__)]
-    of_user = [
-        frame for frame in frames if not frame.filename.startswith(_NOT_THE_USERS) and "/site-packages/" not in frame.filename
-    ]
-    frame = (of_user or frames)[-1]
+    frame = ([frame for frame in frames if _is_of_user(frame.filename)] or frames)[-1]
     return f"{frame.filename}, line {frame.lineno}"

@@ -207,9 +207,9 @@ def _duplicates(samples: _Samples) -> Iterator[FileFinding]:
     ):
         if found:
             shown = "; ".join(", ".join(map(str, same[:_SHOWN])) for same in found[:_SHOWN])
-            more = f"; and {len(found) - _SHOWN} more groups" if len(found) > _SHOWN else ""
+            more = f"; and {len(found) - _SHOWN:,} more groups" if len(found) > _SHOWN else ""
             count = sum(map(len, found))
-            sentence = f"{count} samples {where} have the same image as other samples: {shown}{more}"
+            sentence = f"{count:,} samples {where} have the same image as other samples: {shown}{more}"
             yield FileFinding(kind, False, sentence, tuple(sample for same in found for sample in same))
 
 

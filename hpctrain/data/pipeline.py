@@ -157,9 +157,9 @@ def _show(windows: np.ndarray, top: np.ndarray, left: np.ndarray, direction: np.
 
     Pixel (y, x) of the further window is pixel (top + y, left + direction * x) of the present one.
     """
-    before, behind = windows["shown"][:, 1].T.astype(np.int64)
+    before, after = windows["shown"][:, 1].T.astype(np.int64)
     mirrored = direction < 0
-    across = np.where(mirrored, left - behind + 1, before - left), np.where(mirrored, left - before + 1, behind - left)
+    across = np.where(mirrored, left - after + 1, before - left), np.where(mirrored, left - before + 1, after - left)
     windows["shown"][:, 0] = np.clip(windows["shown"][:, 0] - top[:, np.newaxis], 0, size[0])
     windows["shown"][:, 1] = np.clip(np.stack(across, axis=1), 0, size[1])
     windows["top"] += top.astype(np.int32)

@@ -428,7 +428,7 @@ class BlockReader(ReadImages):
         count = self.extents.count
         if len(self._unreadable) > policy.most or len(self._unreadable) == count:
             raise UnreadableError(
-                f"S{named}; {len(self._unreadable)} of {count} samples are unreadable, but data.max_unreadable "
+                f"S{named}; {len(self._unreadable):,} of {count:,} samples are unreadable, but data.max_unreadable "
                 f"allows {policy.most}{policy.place}."
             )
         held_out = policy.held_out

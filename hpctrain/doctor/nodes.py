@@ -484,8 +484,9 @@ CLOCKS = Check(
 NOTHING_HIDES = FindingKind(
     "nothing-hides",
     Severity.REMARK,
-    "No progress mode moves messages while layers compute, so their time adds to the step time.",
-    "Leave a core of each rank free, or on Cray: `export MPICH_ASYNC_PROGRESS=1 MPICH_MAX_THREAD_SAFETY=multiple`.",
+    "Messages hardly move while layers compute, so the time to average gradients adds to the time of each step.",
+    "Set `threads` to one less than the cores of a rank, so that a core is free for messages; with one core, increase `batch`. "
+    "On Cray: `export MPICH_ASYNC_PROGRESS=1 MPICH_MAX_THREAD_SAFETY=multiple`.",
 )
 
 _MESSAGE_BYTES = 16 << 20
@@ -512,25 +513,34 @@ def gather_progress(place: JoinedPlace) -> OverlapMeasurement | None:
 
 
 def judge_progress(job: JobView, facts: Sequence[OverlapMeasurement | None]) -> list[DoctorFinding]:
-    """Return one finding with the fraction of the messages' time that each progress mode hides."""
+    """Return one finding: how much of the time of messages is hidden by computing, and what that means for a training."""
     measured = facts[0]
     if measured is None:
         return [fine("One rank: no messages.")]
     shares = {mode: measured.hidden(mode) for mode in measured.by_round}
-    by_mode = "; ".join(f"{mode.in_words}: {_share(shares[mode])}" for mode in sorted(shares, key=list(ProgressMode).index))
-    sentence = f"Of {measured.wire_seconds * 1e3:.0f} ms of messages, hidden under as much computing: {by_mode}."
-    if max(shares.values()) >= _LITTLE:
-        return [fine(sentence)]
-    return [NOTHING_HIDES.found(sentence)]
-
-
-def _share(hidden: float) -> str:
-    return "nothing" if hidden < 0.005 else f"{min(hidden, 1):.0%}"
+    modes = sorted(shares, key=shares.__getitem__, reverse=True)
+    percent = [f"{min(max(shares[mode], 0), 1):.0%}" for mode in modes]  # the exchange may also delay the computation
+    hidden = [f"{share} with progress={mode}" for share, mode in zip(percent, modes, strict=True)]
+    hidden[0] = hidden[0].replace("%", "% of this time")
+    sentence = (
+        f"The ranks exchanged {size_text(measured.message_bytes)} in {measured.wire_seconds * 1e3:.0f} ms. Computing at the same "
+        f"time hides {'nothing of this time' if set(percent) == {'0%'} else ', '.join(hidden)}. What is not hidden lengthens "
+        "each step."
+    )
+    wanted = "auto" if job.config is None else job.config.progress
+    if shares[modes[0]] < _LITTLE:
+        return [NOTHING_HIDES.found(sentence)]
+    if wanted == "auto":
+        return [fine(f"{sentence} A training chooses the fastest way itself (progress=auto).")]
+    sentence += f" The configuration has progress={wanted}."
+    if shares.get(ProgressMode(wanted), shares[modes[0]]) < _LITTLE:
+        return [NOTHING_HIDES.found(sentence, "Set `progress` to auto, so that a training chooses the fastest way itself.")]
+    return [fine(sentence)]
 
 
 PROGRESS = Check(
     "progress",
-    "how much of the messages' time passes while the program computes",
+    "how much of the time of messages between ranks is hidden by computing at the same time",
     (NOTHING_HIDES,),
     gather_progress,
     judge_progress,

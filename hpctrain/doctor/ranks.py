@@ -299,7 +299,7 @@ MPI_LIBRARY = Check(
 
 TOO_MANY_THREADS = FindingKind(
     "too-many-threads",
-    Severity.FAULT,
+    Severity.WARNING,
     "The threads of BLAS or OpenMP of all ranks of a node outnumber its cores, so they take turns and a step takes much longer.",
     "Leave `OMP_NUM_THREADS` and `OPENBLAS_NUM_THREADS` unset, or set them to the cores of a rank.",
 )

@@ -306,8 +306,8 @@ def _ahead(records: Sequence[FlightRecord]) -> tuple[str, ...]:
     if not others:
         return ()
     places = ", ".join(dict.fromkeys(f"in {place(record)}" for record in others))
-    behind = f"{named([record.rank for record in others])} {'was' if len(others) == 1 else 'were'} {places}"
-    return (f"Only {named(entered)} entered {phase}; {behind}.",)
+    rest = f"{named([record.rank for record in others])} {'was' if len(others) == 1 else 'were'} {places}"
+    return (f"Only {named(entered)} entered {phase}; {rest}.",)
 
 
 def different_phases(phases: Mapping[int, str]) -> tuple[str, tuple[int, ...]]:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from hpctrain.comm.mpi import named
 from hpctrain.config.schema import Config
 from hpctrain.core.errors import CheckpointError, CommunicationTimeoutError, ConfigError, HpctrainError, RankLostError
+from hpctrain.core.text import counted
 from hpctrain.launch.launcher import Launcher
 from hpctrain.runs.directory import RunDirectory
 from hpctrain.runs.owner import MISSED_SECONDS, Contender, Ownership
@@ -196,7 +197,7 @@ class ShrinkState:
             return
         at = f"step {position.global_step}" if position.global_step else "the beginning"
         loss = self.loss()
-        going = f"continuing with {ranks} {'rank' if ranks == 1 else 'ranks'} from {at}"
+        going = f"continuing with {counted(ranks, 'rank')} from {at}"
         reporter.warn(f"{loss[0].lower()}{loss[1:]}; {going}")
         place = {"epoch": position.epoch + 1, "step": position.global_step, "from_step": self.step}
         reporter.record("shrink", {**place, "lost": list(self.lost), "ranks": ranks})

@@ -23,6 +23,7 @@ from hpctrain.config.schema import Config
 from hpctrain.core import user_code
 from hpctrain.core.errors import ConfigError, DataError, HpctrainError
 from hpctrain.core.files import read_bytes
+from hpctrain.core.text import counted
 from hpctrain.data.image_file import ImageFile, compared_facts
 from hpctrain.runs.directory import software_versions
 
@@ -255,7 +256,7 @@ def _raise_difference(world: Communicator, subject: Subject) -> None:
 def _reference_words(ranks: Sequence[int]) -> str:
     """Return text for the reference ranks, to follow "rank". If rank 0 is among them, only rank 0 is named."""
     more = len(ranks) - 1 if ranks[0] else 0
-    return f"{ranks[0]}" + (f" and {more} {'other' if more == 1 else 'others'}" if more else "")
+    return f"{ranks[0]}" + (f" and {counted(more, 'other')}" if more else "")
 
 
 def check_same_code(world: Communicator) -> None:

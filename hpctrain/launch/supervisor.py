@@ -1,7 +1,7 @@
 """Restarts of a training that fails: from its newest checkpoint, after growing pauses, without nodes that failed repeatedly.
 
 `TrainCommand` finds the training in a command line and builds the command of the next attempt. `SupervisedCommand` runs a
-command, forwards a request to stop once, and leaves no process behind. The command has its own process group, so that Ctrl-C at a
+command, forwards a request to stop once, and ends all its processes. The command has its own process group, so that Ctrl-C at a
 terminal reaches only the supervisor: launchers that receive it twice kill their ranks. Processes whose parent ends before them
 become children of the supervisor, which ends the remaining ones. If the supervisor is killed, the system sends SIGTERM to the
 command. `Supervisor` decides after each attempt; it uses neither MPI nor files, since the caller runs attempts and reports their
@@ -158,7 +158,7 @@ class SupervisedCommand:
             if process.poll() is None:
                 self._kill_group(process.pid)
                 process.wait()
-            self._end_left_behind()
+            self._end_remaining()
         return process.returncode if process.returncode >= 0 else SIGNALLED - process.returncode
 
     def pause(self, seconds: float) -> None:
@@ -200,7 +200,7 @@ class SupervisedCommand:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process, signal.SIGKILL)
 
-    def _end_left_behind(self) -> None:
+    def _end_remaining(self) -> None:
         """Wait for processes that outlive the command, and kill those that exceed a time limit."""
         patience = 0.0 if time.monotonic() >= self._kill_at else _ORPHAN_SECONDS
         end = time.monotonic() + patience

@@ -40,8 +40,8 @@ class ThreadPlan:
     load: NodeLoad | None = None
 
     def __str__(self) -> str:
-        turns = f", which take turns on {counted(self.cores, 'core')}" if self.threads > self.cores else ""
-        return f"{counted(self.threads, 'thread')} per rank{turns} ({self.reason})"
+        slow = f", which take turns on {counted(self.cores, 'core')}, so a step takes longer" if self.threads > self.cores else ""
+        return f"{counted(self.threads, 'thread')} per rank{slow} ({self.reason})"
 
 
 def set_threads(launcher: Launcher, requested: int | None, environ: MutableMapping[str, str] = os.environ) -> ThreadPlan:

@@ -13,8 +13,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from hpctrain.backend.operators import Array, Operator, StepContext
 from hpctrain.backend.specs import Shape, Spec, TensorSpec, Window
+from hpctrain.core.errors import ShapeError
+from hpctrain.core.text import shortened
 from hpctrain.nn.layers import Leaf
 
 
@@ -86,29 +90,58 @@ class ArrayOperator(Operator):
 
     def __init__(self, spec: ArraySpec, x: TensorSpec) -> None:
         self.spec, self.inputs, self.output = spec, (x,), spec.output(x)
-        self._layer = spec.layer
+        self._layer, self._name = spec.layer, spec.name
         self._saved: dict[str, Any] = {}
         self._dx: Array | None = None
 
     def forward(self, context: StepContext) -> None:
         self._saved.clear()
         self._dx = None
-        self.buffers.output[...] = self._layer.forward(self.buffers.inputs[0], self.buffers.parameters, context, self._saved)
+        y = self._layer.forward(self.buffers.inputs[0], self.buffers.parameters, context, self._saved)
+        self._write(self.buffers.output, y, "y", "forward")
 
     def backward_parameters(self) -> None:
         gradients = self._backward()
         for role, target in self.buffers.gradients.items():
-            target[...] = gradients[role]
+            self._write(target, gradients.get(role), f"the gradient of {role}", "backward")
 
     def backward_input(self) -> None:
         if self._dx is None:
             self._backward()
         target = self.buffers.input_grads[0]
         if target is not None:
-            target[...] = self._dx
+            self._write(target, self._dx, "dx", "backward")
         self._dx = None
 
     def _backward(self) -> Mapping[str, Array]:
         buffers = self.buffers
-        self._dx, gradients = self._layer.backward(buffers.inputs[0], buffers.output_grad, buffers.parameters, self._saved)
+        result = self._layer.backward(buffers.inputs[0], buffers.output_grad, buffers.parameters, self._saved)
+        if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping)):
+            raise ShapeError(
+                f"{self._place('backward')} returns {shortened(result)}, but must return dx and a mapping of gradients; without "
+                "parameters, return dx, {}."
+            )
+        self._dx, gradients = result
         return gradients
+
+    def _write(self, target: Array, value: Array | None, name: str, method: str) -> None:
+        """Copy a result of the layer's code.
+
+        Raises:
+            ShapeError: the result has another shape than the target.
+        """
+        try:
+            if value is None:  # NumPy would write nan
+                raise TypeError
+            target[...] = value
+        except (TypeError, ValueError):
+            shape = f"shape {np.shape(value)}" if isinstance(value, np.ndarray) else f"the value {shortened(value)}"
+            raise ShapeError(
+                f"{self._place(method)} returns {name} with {shape}, but its shape must be {target.shape}, which follows from "
+                f"{'output_shape' if name == 'y' else 'the declaration of the parameters' if name != 'dx' else 'that of x'}."
+            ) from None
+
+    def _place(self, method: str) -> str:
+        """Return the name of the layer, the class, the method, and its file and line."""
+        code = getattr(type(self._layer), method).__code__
+        return f"Layer {self._name}: {type(self._layer).__name__}.{method} ({code.co_filename}, line {code.co_firstlineno})"

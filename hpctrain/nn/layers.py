@@ -10,10 +10,10 @@ layers derive from `hpctrain.nn.custom.ArrayLayer`.
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, SupportsInt
 
 from hpctrain.backend.graph import GraphBuilder
 from hpctrain.backend.operators import AnyArrays, Operator, StepContext
@@ -35,6 +35,7 @@ from hpctrain.backend.specs import (
 )
 from hpctrain.core.errors import ConfigError, ShapeError
 from hpctrain.core.intervals import Box
+from hpctrain.core.registry import CheckedArguments
 from hpctrain.nn import initialise
 from hpctrain.nn.parameter import Initializer, Interchange, ParameterSpec, StatisticSpec
 
@@ -44,7 +45,7 @@ def join(prefix: str, name: str) -> str:
     return f"{prefix}.{name}" if prefix else name
 
 
-class Layer(ABC):
+class Layer(metaclass=CheckedArguments):
     """A differentiable function with parameters.
 
     Leaves implement `spec`; containers implement `children` and `lower`.
@@ -122,10 +123,15 @@ def pair(value: PairLike, noun: str) -> Pair:
     Raises:
         ShapeError: a value is below 1.
     """
-    rows, columns = (value, value) if isinstance(value, int) else value
+    rows, columns = (value, value) if isinstance(value, int) else _integers(value)
     if min(rows, columns) < 1:
         raise ShapeError(f"A {noun} of {(rows, columns)} is below 1; the nearest legal one is {(max(rows, 1), max(columns, 1))}.")
     return rows, columns
+
+
+def _integers(value: Iterable[int] | SupportsInt) -> tuple[int, ...]:
+    """Return the integers of a sequence, or one integer of NumPy twice."""
+    return tuple(map(int, value)) if isinstance(value, Iterable) else (int(value), int(value))
 
 
 def edges(padding: EdgesLike) -> Edges:
@@ -134,7 +140,7 @@ def edges(padding: EdgesLike) -> Edges:
     Raises:
         ShapeError: an edge is negative, or the number of values is not 1, 2 or 4.
     """
-    values = (padding, padding) if isinstance(padding, int) else tuple(padding)
+    values = (padding, padding) if isinstance(padding, int) else _integers(padding)
     if len(values) == 2:
         values = (values[0], values[0], values[1], values[1])
     if len(values) != 4:
@@ -185,6 +191,8 @@ class Conv2d(Leaf):
         weight_values: Initializer | None = None,
         bias_values: Initializer | None = None,
     ) -> None:
+        if min(channels_in, channels_out) < 1:
+            raise ShapeError(f"A convolution from {channels_in} to {channels_out} channels is empty; both must be at least 1.")
         self.window = window(kernel, stride, padding, dilation)
         self._spec = Conv2dSpec(channels_in, channels_out, self.window, groups, bias)
         fan_out = channels_out * math.prod(self.window.kernel)
@@ -473,6 +481,7 @@ class PadChannelsSpec:
 
     before: int
     after: int
+    any_arrays: ClassVar[bool] = True
     window: ClassVar[Window] = Window((1, 1), (1, 1), (0, 0, 0, 0))  # each pixel separately
 
     def with_window(self, window: Window) -> PadChannelsSpec:

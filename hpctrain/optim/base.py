@@ -9,7 +9,7 @@ of updates of each parameter (`UpdateCounts`).
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
@@ -19,6 +19,7 @@ from itertools import pairwise
 import numpy as np
 
 from hpctrain.backend.arithmetic import Array, UpdateRun
+from hpctrain.core.registry import CheckedArguments
 from hpctrain.nn.parameter import FlatGroup, Segment, whole
 
 
@@ -65,7 +66,7 @@ class Norms:
         return float(np.sqrt(self.squares[:, 1].sum()))
 
 
-class Optimizer(ABC):
+class Optimizer(metaclass=CheckedArguments):
     """Base of optimisers, which update `group.data` from `group.grad`.
 
     The common options are weight_decay, decay_exclude ("norm_and_bias" or "none") and clip_norm (None: off).
@@ -102,10 +103,10 @@ class Optimizer(ABC):
     def bind(self, group: FlatGroup, owned: Sequence[Segment]) -> None:
         """Allocate the state of the owned segments, set to zero."""
 
-    def begin_step(self, left_out: Collection[str] = ()) -> None:  # noqa: B027  most optimisers count nothing
+    def begin_step(self, left_out: Collection[str] = ()) -> None:
         """Begin a step that updates all parameters of the group except `left_out`. Updates of earlier steps may be pending."""
 
-    def prepare_norms(self, segments: Sequence[Segment]) -> None:  # noqa: B027  most use the norms of the gradient
+    def prepare_norms(self, segments: Sequence[Segment]) -> None:
         """Replace the complete gradients of `segments` by the arrays whose norms the update needs.
 
         Called once before each update, with the same segments. Does not write to the parameters.
@@ -132,7 +133,7 @@ class Optimizer(ABC):
         """
         return {}
 
-    def load_counters(self, counters: Mapping[str, int]) -> None:  # noqa: B027
+    def load_counters(self, counters: Mapping[str, int]) -> None:
         """Restore the counts that `counters` returned. Unknown names are ignored; missing counts start as in a new run."""
 
 

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import ClassVar, Literal, get_args
+from typing import ClassVar, Literal
 
 from hpctrain.backend.arithmetic import Array, Corrections, Descent, MomentDescent, MomentRule, UpdateRun
 from hpctrain.core.errors import OptionError
@@ -53,17 +53,14 @@ class _DecayingOptimizer(Optimizer):
     decay_exclude: DecayExclude
 
     def check_decay(self) -> None:
-        """Raise unless `weight_decay` and `decay_exclude` are legal.
+        """Raise unless `weight_decay` is legal.
 
         Raises:
-            OptionError: an option is illegal.
+            OptionError: `weight_decay` is illegal.
         """
         if not (self.weight_decay >= 0.0 and math.isfinite(self.weight_decay)):
             sentence = f"weight_decay is {self.weight_decay}, but must be a finite number of at least 0; the usual value is 1e-4."
             raise OptionError(sentence, "weight_decay")
-        if self.decay_exclude not in get_args(DecayExclude):
-            sentence = f"decay_exclude is {self.decay_exclude!r}, but must be one of {', '.join(get_args(DecayExclude))}."
-            raise OptionError(sentence, "decay_exclude")
 
     def decay(self, segment: Segment) -> float:
         """Return the segment's weight decay; 0 if `decay_exclude` excludes it."""

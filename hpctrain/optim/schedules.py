@@ -8,19 +8,19 @@ the schedules by name ("cosine" is `Cosine`).
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, Literal
 
 from hpctrain.core.errors import ConfigError, OptionError
-from hpctrain.core.registry import Registry
+from hpctrain.core.registry import CheckedArguments, Registry
 from hpctrain.optim.stagnation import ImprovementRule, Stagnation
 
 
 @dataclass(frozen=True, kw_only=True)
-class LearningRateSchedule(ABC):
+class LearningRateSchedule(metaclass=CheckedArguments):
     """Base of schedules: warm-up from warmup_start * base_lr to base_lr over `warmup_epochs`, then `after_warmup`.
 
     The step after the warm-up is the first at the full rate: lr(warmup_steps) == after_warmup(warmup_steps, 0).

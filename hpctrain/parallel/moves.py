@@ -355,6 +355,8 @@ _RECOMPUTE_SHARE = 0.5
 class _CopiesOnly:
     """Base of specs that move and copy elements. They have no floating-point operations."""
 
+    any_arrays: ClassVar[bool] = True
+
     def flops(self, *inputs: Any, **none: Any) -> int:
         return 0
 
@@ -506,6 +508,7 @@ class PartialMeanSpec:
     """
 
     elements: int
+    any_arrays: ClassVar[bool] = True
 
     def output(self, *inputs: Any, **none: Any) -> TensorSpec:
         (x,) = inputs

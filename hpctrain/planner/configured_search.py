@@ -9,6 +9,7 @@ weak scaling (a constant batch per rank), R0 T(R0) / (R T(R)) for strong scaling
 
 from __future__ import annotations
 
+import contextlib
 import io
 import math
 import shlex
@@ -29,8 +30,8 @@ from hpctrain.planner.machine import Machine
 from hpctrain.planner.operator_times import OperatorTimes, Setting, cache_file
 from hpctrain.planner.planned_run import Image, PlannedRun, prepare
 from hpctrain.planner.program_timing import processor_model, setting_here
-from hpctrain.planner.search import UNCERTAIN_SHARE, SearchResult, search
-from hpctrain.planner.search_space import configured_space, kept_sections
+from hpctrain.planner.search import UNCERTAIN_SHARE, SearchResult, search, short_seconds
+from hpctrain.planner.search_space import configured_space, kept_sections, progress_of
 from hpctrain.planner.step_program import predict
 from hpctrain.planner.tasks import Prediction, SimulationOptions
 from hpctrain.storage.atomic_write import replacing, write_bytes
@@ -456,6 +457,39 @@ def run(study: SimulatedStudy, say: Callable[[str], None] = lambda line: None) -
         plan = task.plan
         points.append(SimulatedPoint(label, plan.rows * plan.cols, task.config.batch, (plan.rows, plan.cols), prediction))
     return points
+
+
+def ranks_advice(task: PlannedRun, machine: Machine, image: Image | None = None, classes: int | None = None) -> str:
+    """Return a sentence on whether fewer or more ranks would take shorter steps of the same batch, by simulation.
+
+    Half and twice the number of ranks are compared, with the rows of the configured grid. Numbers that cannot run the job, or
+    whose ranks lack memory, are left out.
+
+    Args:
+        machine: the machine of all ranks.
+        image: (H, W, C) of the images, see `prepare`.
+        classes: number of classes, see `prepare`.
+    """
+    here = task.plan.rows * task.plan.cols
+    machine = machine.with_threads(configured_threads(task.config))
+    open_columns = task.config.grid.model_copy(update={"cols": None})
+    config = task.config.model_copy(update={"grid": open_columns})
+    options = SimulationOptions(progress=progress_of(config))
+    seconds = {}
+    for ranks in (here // 2, here, 2 * here):
+        with contextlib.suppress(HpctrainError):
+            (point,) = run(SimulatedStudy({"": config}, (ranks,), "strong", machine, {}, options, image, classes))
+            if ranks == here or point.prediction.memory_bytes <= machine.memory_bytes:
+                seconds[ranks] = point.step_seconds
+    others = [f"{short_seconds(seconds[ranks])} on {ranks:,}" for ranks in seconds if ranks != here]
+    if here not in seconds or not others:
+        return ""
+    best = min(seconds, key=seconds.__getitem__)
+    advice = "this number is the fastest of them" if best == here else f"{'more' if best > here else 'fewer'} ranks are faster"
+    return (
+        f"By the model of machine {machine.name}, a step takes {short_seconds(seconds[here])} on {counted(here, 'rank')}, "
+        f"{' and '.join(others)}: {advice}."
+    )
 
 
 def facts(study: SimulatedStudy, points: Sequence[SimulatedPoint]) -> dict[str, Any]:

@@ -18,12 +18,25 @@ import numpy as np
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
-from hpctrain.core.errors import DataError
+from hpctrain.config.checks import make_schedule
+from hpctrain.core.errors import DataError, HpctrainError
 from hpctrain.report import figures as theme
 from hpctrain.report.figures import Drawing, PageFigure, for_page, layer_drawing, panel_drawing, read_steps, timeline_drawing
 from hpctrain.run.evaluation import JudgedImage, Judgement
+from hpctrain.run.stored_run import find_run
 from hpctrain.runs.comparison import side_by_side
-from hpctrain.runs.results import UNKNOWN, RunRecord, panels, summary, summary_texts
+from hpctrain.runs.results import (
+    MOST_POINTS,
+    UNKNOWN,
+    Curve,
+    Panel,
+    RunRecord,
+    panels,
+    prediction_sentences,
+    samples_per_epoch,
+    summary,
+    summary_texts,
+)
 from hpctrain.runs.state import means_text, set_of
 from hpctrain.version import __version__
 
@@ -31,6 +44,8 @@ from hpctrain.version import __version__
 MOST_CLASSES = 40
 _MOST_CONFUSIONS = 30
 _STRONGEST_PERCENT = 70
+#: relative difference of a recorded learning rate from the schedule that rounding explains
+_CLOSE = 1e-6
 #: maximum side of a picture on the page, in pixels; larger images are reduced
 _PIXELS = 160
 #: maximum side of a picture that is stored losslessly; larger ones are JPEG files (half a megabyte per hundred)
@@ -356,8 +371,12 @@ def _headline(records: Sequence[RunRecord]) -> str:
 
 def _summary(records: Sequence[RunRecord]) -> PagePart:
     """Return a table with a row for each quantity and a column for each run."""
-    lines = tuple(Line((heading, *values)) for heading, values in summary_texts([summary(record) for record in records]))
-    return PagePart("summary", "Summary", tables=(Table("", ("", *(record.name for record in records)), lines, of_runs=True),))
+    figures = [summary(record) for record in records]
+    lines = tuple(Line((heading, *values)) for heading, values in summary_texts(figures))
+    table = Table("", ("", *(record.name for record in records)), lines, of_runs=True)
+    notes = prediction_sentences(figures)
+    sentences = tuple(f"{f'{records[run].name}: ' if len(records) > 1 else ''}{text}." for run, text in notes)
+    return PagePart("summary", "Summary", tables=(table,), sentences=sentences)
 
 
 def _curves(records: Sequence[RunRecord], names: Sequence[str]) -> PagePart:
@@ -371,8 +390,42 @@ def _curves(records: Sequence[RunRecord], names: Sequence[str]) -> PagePart:
             title = "Evaluations" if len(records) == 1 else f"Evaluations of {record.name}"
             headings = ("epoch", "set", "loss", "top-1", "top-5")
             tables.append(Table(title, headings, lines, frozenset({2, 3, 4}), folded=True))
-    drawings = tuple(panel_drawing(panel, names) for panel in panels(records))
+    drawings = tuple(panel_drawing(_with_schedules(panel, records), names) for panel in panels(records))
     return PagePart("curves", "Curves", drawings=drawings, tables=tuple(tables))
+
+
+def _with_schedules(panel: Panel, records: Sequence[RunRecord]) -> Panel:
+    """Return the panel of the learning rate with the curves of the runs' schedules; other panels unchanged.
+
+    In short epochs, records are too rare to show a warm-up. A curve remains as recorded if its schedule is not known, or is not
+    the one that the run followed: after a resume with another schedule, and if evaluations changed the rate.
+    """
+    if panel.key != "lr":
+        return panel
+    return replace(panel, curves=tuple(_scheduled(curve, records[curve.run]) for curve in panel.curves))
+
+
+def _scheduled(curve: Curve, record: RunRecord) -> Curve:
+    samples = samples_per_epoch(record.state.records)
+    try:
+        config = find_run(str(record.state.path), record.state.path.parent).parsed(())[0]
+        schedule = make_schedule(config, -(-samples // config.batch) or 1)
+    except HpctrainError:  # a configuration of another version, or one that names user code
+        return curve
+
+    def rate(place: float) -> float:
+        epoch, part = divmod(max(place, 0.0), 1.0)
+        return schedule.lr(epoch * schedule.steps_per_epoch + part * samples / config.batch)
+
+    step = config.batch / max(samples, 1)
+    for place, recorded in zip(curve.xs, curve.ys, strict=True):
+        rates = [rate(place - steps * step) for steps in (0, 1, 2)]  # a record has the rate of one of the latest steps
+        if not min(rates) * (1 - _CLOSE) <= recorded <= max(rates) * (1 + _CLOSE):
+            return curve
+    done = next((entry.get("done_samples") for entry in record.state.of_kind("start")), 0)
+    begin = done / max(samples, 1) if isinstance(done, int | float) else curve.xs[0]
+    places = np.linspace(min(begin, curve.xs[0]), curve.xs[-1], MOST_POINTS)
+    return replace(curve, xs=tuple(places.tolist()), ys=tuple(rate(place) for place in places.tolist()))
 
 
 def _time(records: Sequence[RunRecord]) -> PagePart:

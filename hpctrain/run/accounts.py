@@ -31,6 +31,7 @@ from hpctrain.run.build import TrainingSetup
 from hpctrain.run.images import UnreadableReport
 from hpctrain.runs.directory import RunDirectory
 from hpctrain.runs.records import PatientRecords
+from hpctrain.runs.results import prediction_head
 from hpctrain.trace.tracer import Category
 from hpctrain.training.accounts import DataWaits, MeasuredStep, Observer, OperatorSample, StepTimes, processor_seconds
 from hpctrain.training.metrics import Reporter
@@ -172,11 +173,7 @@ def step_lines(measured: StepParts, predicted: PredictedStep | None = None, reas
         pieces[-1] += f"; predicted {predicted.seconds * 1e3:,.{decimals(predicted.seconds)}f}"
     lines = [", ".join(pieces)]
     if reason:
-        head = "no prediction"
-        if predicted is not None:
-            error = predicted.seconds / measured.seconds - 1
-            head = f"the prediction is {abs(error):.0%} too {'low' if error < 0 else 'high'}"
-        lines.append(f"  {head}: {reason}")
+        lines.append(f"  {prediction_head(measured.seconds, None if predicted is None else predicted.seconds)}: {reason}")
     return lines
 
 

@@ -223,8 +223,7 @@ def describe_frozen(network: Network) -> str | None:
     if not network.frozen:
         return None
     trained = sum(math.prod(network.parameter_specs[name].shape) for name in network.trained)
-    layers = "layer" if len(network.frozen) == 1 else "layers"
-    return f"{len(network.frozen)} {layers} frozen: {trained:,} parameters are trained"
+    return f"{counted(len(network.frozen), 'layer')} frozen: {trained:,} parameters are trained"
 
 
 @dataclass(frozen=True)

@@ -237,11 +237,15 @@ class BestCheckpoint:
             self._leave_out_lost()
         self._write_record(tuple(self._evaluations.values()))
 
-    def line(self) -> str | None:
-        """Return a line on the best checkpoint for the end of a run; None if there is none."""
+    def line(self, *, named: bool = True) -> str | None:
+        """Return a line on the best checkpoint for the end of a run, with its path if `named`; None if there is none."""
         paths = dict(checkpoint.checkpoints(self._directory))
         best = best_of(self._evaluations.values(), self._measure, paths)
-        return None if best is None else f"best {self._text(best)} after epoch {best.epoch}: {paths[best.step]}"
+        return (
+            None
+            if best is None
+            else f"best {self._text(best)} after epoch {best.epoch}{f': {paths[best.step]}' if named else ''}"
+        )
 
     def _text(self, evaluation: StepEvaluation) -> str:
         return evaluation.text(self._measure, self._evaluated)

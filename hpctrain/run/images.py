@@ -109,7 +109,7 @@ class UnreadableReport:
         for file, reported in zip(self._files, self._reported, strict=True):
             if reported:
                 self._reporter.warn(
-                    f"{len(reported)} of {len(file)} samples of {file.path} could not be read; other samples replaced them"
+                    f"{len(reported):,} of {len(file):,} samples of {file.path} could not be read; other samples replaced them"
                 )
 
 

@@ -144,7 +144,7 @@ def set_progress(rank: StartedRank, network: Network, wanted: str, samples: int)
         ConfigError: the mode has a thread, but MPI does not allow calls from a second thread.
     """
     if rank.world.size > 1 and not network.kernels.arithmetic.on_host:
-        chosen = _beside_device(wanted)
+        chosen = _with_device_kernels(wanted)
     elif wanted == "auto":
         chosen = _measured(rank, network, samples)
     else:
@@ -161,7 +161,7 @@ def set_progress(rank: StartedRank, network: Network, wanted: str, samples: int)
     return chosen
 
 
-def _beside_device(wanted: str) -> ChosenProgress:
+def _with_device_kernels(wanted: str) -> ChosenProgress:
     """Return the mode for kernels on a device: they leave the core to messages, and only one thread may enqueue work.
 
     Raises:

@@ -261,7 +261,7 @@ def _start(session: Session, path: Path, content: CheckpointContent, opened: Ima
         position = replace(position, samples=now.training_samples)
     if position.samples > now.training_samples:
         raise CheckpointError(
-            f"{path} was written after {position.samples} images of its epoch, but {config.data.train} has only "
+            f"{path} was written after {counted(position.samples, 'image')} of its epoch, but {config.data.train} has only "
             f"{now.training_samples} training images; set data.train to the file that it was trained on."
         )
     return Start(run_of_checkpoint(path, content.meta), path, content, position, differences, data)
@@ -399,8 +399,7 @@ def introduce(start: Start, config: Config, samples: int, reporter: Reporter) ->
         reporter.say(f"{start.path} is outside its run's directory: a new run begins with its state")
     if position.epoch + over >= epochs:
         rest = "there is nothing to train" if config.data.evaluated is None else "it is only evaluated"
-        done = f"{epochs} {'epoch' if epochs == 1 else 'epochs'}"
-        reporter.say(f"resumed a run that is finished after {done}, step {position.global_step}: {rest}")
+        reporter.say(f"resumed a run that is finished after {counted(epochs, 'epoch')}, step {position.global_step}: {rest}")
         reporter.say(f"give a larger number of epochs to train further, such as epochs={epochs + 5}")
     else:
         reporter.say(f"resumed at {describe(position, samples)}")

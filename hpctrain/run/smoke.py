@@ -25,6 +25,7 @@ from hpctrain.config.images import (
 from hpctrain.config.schema import SYNTHETIC, AugmentConfig, Config, DataConfig, ScheduleConfig, SizeConfig
 from hpctrain.config.values import SLURM
 from hpctrain.core.errors import ConfigError, HpctrainError
+from hpctrain.core.text import counted
 from hpctrain.job.session import StartedJob
 from hpctrain.models import catalogue
 from hpctrain.planner.planned_run import Image
@@ -86,7 +87,7 @@ def shortened(config: Config, ranks: int) -> SmokeTrial:
     size = f"{chosen.data.synthetic.height} x {chosen.data.synthetic.width}"
     stored = f"{images.shape[0]} x {images.shape[1]}"
     of_size = f"synthetic images of {size}{'' if size == stored else f' in place of {stored}'}, {images.classes} classes"
-    of_sizes = _told_sizes(config, chosen)
+    of_sizes = _sizes_note(config, chosen)
     notes = (*of_time, of_size, *of_sizes, *images.notes, *of_weights, *of_grid)
     return SmokeTrial(chosen, tuple(f"smoke: {note}" for note in notes))
 
@@ -187,7 +188,7 @@ def _short_sizes(config: Config, factor: float) -> tuple[SizeConfig, ...]:
     return SizeConfig(size=sizes[0]), SizeConfig(from_epoch=1, size=then)
 
 
-def _told_sizes(config: Config, chosen: Config) -> tuple[str, ...]:
+def _sizes_note(config: Config, chosen: Config) -> tuple[str, ...]:
     """Return a sentence on the image sizes by epoch, if any."""
     if not config.data.sizes:
         return ()
@@ -281,6 +282,6 @@ def _with_legal_grid(config: Config, ranks: int) -> tuple[Config, tuple[str, ...
     if fewer != rows:
         changes["tiles"] = None
     wanted = f"{rows} x {cols}" if cols is not None else f"{rows} x n"
-    of_ranks = f"{ranks} {'rank' if ranks == 1 else 'ranks'} cannot form"
+    of_ranks = f"{counted(ranks, 'rank')} cannot form"
     note = f"a grid of {fewer} x {ranks // fewer} in place of {wanted}, which {of_ranks}"
     return config.model_copy(update={"grid": config.grid.model_copy(update=changes)}), (note,)

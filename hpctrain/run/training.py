@@ -177,6 +177,7 @@ def run_training(
     complete: Callable[[], None] = lambda: None,
     end_after: EpochCallback | None = None,
     in_program: bool = False,
+    trial: bool = False,
 ) -> RunEnd:
     """Train; print the last accuracies and the path of the run's files. Collective.
 
@@ -192,13 +193,15 @@ def run_training(
         complete: callback after the run, before its end is printed; may raise.
         end_after: callback of the program, called after each epoch on all ranks; None: there is none.
         in_program: whether a Python program is the caller. Lines on how to resume then name arguments instead of options.
+        trial: whether the caller deletes the run directory afterwards. Its files are then not named.
 
     Raises:
         CollectiveMismatchError: ranks have entered different phases.
     """
     state = ShrinkState() if state is None else state
     with state.ownership.held():
-        return _run_phases(session, watch, state, _Request(resume, steps, schedule_from, style, end_after, in_program), complete)
+        request = _Request(resume, steps, schedule_from, style, end_after, in_program, trial)
+        return _run_phases(session, watch, state, request, complete)
 
 
 @dataclass(frozen=True)
@@ -211,6 +214,7 @@ class _Request:
     style: ProgressStyle | None
     end_after: EpochCallback | None = None
     in_program: bool = False
+    trial: bool = False
 
     @property
     def steps_name(self) -> str:
@@ -285,7 +289,7 @@ def _run_phases(
     try:
         enter(session, RunPhase.INTRODUCE)
         _introduce(session, setup, reporter, (nothing_to_choose(session.config, len(setup.loader)), limit.sentence))
-        _introduce_start(session, setup, reporter, start, asked.resume, directory, state)
+        _introduce_start(session, setup, reporter, start, asked, directory, state)
         watch.keeps(partial(kept_clause, directory))
         flight_records.keep(session, directory, reporter, shrunk=state.shrunk)
         enter(session, RunPhase.MEASURE)
@@ -468,7 +472,7 @@ def _new_directory(session: Session, setup: TrainingSetup, ownership: RunOwnersh
 
 
 def _remove_left(config: Config, directory: RunDirectory) -> None:
-    """Delete the unfinished checkpoints that other runs of this name left behind, except those of a run that another job owns."""
+    """Delete the unfinished checkpoints that other runs of this name left, except those of a run that another job owns."""
     for run in runs(Path(config.output), config.name):
         if run.path != directory.path and living_owner(run.path) is None:
             remove_left(run.checkpoints, least_age_seconds=ABANDONED_SECONDS)
@@ -560,7 +564,7 @@ def _introduce_start(
     setup: TrainingSetup,
     reporter: Reporter,
     start: Start | None,
-    resume: str | None,
+    asked: _Request,
     directory: RunDirectory,
     state: ShrinkState,
 ) -> None:
@@ -570,14 +574,14 @@ def _introduce_start(
     config = session.config
     if start is not None:
         introduce(start, config, setup.loader.sampler.samples, reporter)
-    elif resume is not None:
+    elif asked.resume is not None:
         reporter.say(f"nothing to resume: no run named {config.name} in {Path(config.output).absolute()} has a checkpoint yet")
     if start is None and config.init.whiten is not None:
         reporter.say(f"filters of {config.init.whiten} whiten patches of training images")
     if start is None and config.init.weights is not None:
         left_out = f", without {', '.join(config.init.ignore)}" if config.init.ignore else ""
         reporter.say(f"weights of {config.init.weights}{left_out}")
-    reporter.say(f"run directory {directory.path}")
+    reporter.say(f"run directory {directory.path}{', which is deleted if the trial succeeds' if asked.trial else ''}")
 
 
 def _start_measuring(session: Session, setup: TrainingSetup, directory: RunDirectory, reporter: Reporter) -> ProgressMode:
@@ -625,7 +629,8 @@ def _end(session: Session, asked: _Request, end: RunEnd, checkpoints: RunCheckpo
     if session.is_root and asked.style != "none":
         for line in _end_lines(asked, end, session.config, checkpoints):
             echo_wrapped(line)
-        print(f"files of this run: {end.directory.path}", flush=True)  # not wrapped, so that scripts can read the path
+        if not asked.trial or end.reason is not None:
+            print(f"files of this run: {end.directory.path}", flush=True)  # not wrapped, so that scripts can read the path
     return end
 
 
@@ -648,7 +653,7 @@ def _end_lines(asked: _Request, end: RunEnd, config: Config, checkpoints: RunChe
     for split, sums in ((config.data.evaluated, outcome.evaluation), ("test", outcome.test)):
         if sums is not None:
             yield from _accuracy(f"{split} accuracy{then}", sums)
-    if checkpoints.best is not None and (best := checkpoints.best.line()) is not None:
+    if checkpoints.best is not None and (best := checkpoints.best.line(named=not asked.trial)) is not None:
         yield best
 
 

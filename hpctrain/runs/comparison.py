@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.core.errors import CheckpointError, DataError
+from hpctrain.core.text import counted
 from hpctrain.runs.directory import RunDirectory
 from hpctrain.runs.records import read_hashes
 from hpctrain.runs.results import RunRecord, Summary, read_runs, summary
@@ -88,8 +89,7 @@ class SameBits:
         return f"{same}; first difference by step {self.step} in {first_tensor}, {tensors}"
 
     def _parting_by_checkpoints(self, first: str) -> str:
-        count = len(self.different)
-        tensors = f"{count:,} tensor{'' if count == 1 else 's'}"
+        tensors = counted(len(self.different), "tensor")
         before = "" if self.same_step is None else f", and the same at step {self.same_step}"
         return f"other bits than {first} at step {self.step} in {tensors}, {key_text(self.different[0])} first{before}"
 

@@ -24,6 +24,7 @@ from typing import Any
 from hpctrain.core.errors import CheckpointError, DataError
 from hpctrain.core.files import json_object, read_bytes
 from hpctrain.core.log import get_logger
+from hpctrain.core.text import counted
 from hpctrain.storage.atomic_write import write_bytes
 
 #: maximum number of records queued in memory; the oldest ones are dropped first
@@ -102,7 +103,7 @@ class PatientRecords:
             self._bookkeeping.attempt(self._what, self._write)
         lost = len(self._waiting) + self._dropped
         if lost:
-            self._bookkeeping.lost(self._what, f"{lost} {'line' if lost == 1 else 'lines'}")
+            self._bookkeeping.lost(self._what, counted(lost, "line"))
         self._waiting, self._dropped = [], 0
 
     def _write(self) -> None:
@@ -169,7 +170,7 @@ def cut_back(path: Path, epoch: int, step: int, *, evaluates: bool = False, goes
     kept = [
         line
         for line, record in zip(lines, records, strict=True)
-        if record is not None and not _is_behind(record, epoch, step, evaluates, goes_back)
+        if record is not None and not _is_recorded_again(record, epoch, step, evaluates, goes_back)
     ]
     new = b"".join(line + b"\n" for line in kept)
     if new == text:
@@ -190,7 +191,7 @@ def unreadable_path(path: Path) -> Path:
     return path.with_name(f"{path.stem}-unreadable.txt")
 
 
-def _is_behind(record: Mapping[str, object], epoch: int, step: int, evaluates: bool, goes_back: bool) -> bool:
+def _is_recorded_again(record: Mapping[str, object], epoch: int, step: int, evaluates: bool, goes_back: bool) -> bool:
     """Return whether a run that resumes at this position will record this line again.
 
     A checkpoint of an epoch's last step may predate the epoch's summary. In that case it still belongs to that epoch.

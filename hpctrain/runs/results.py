@@ -167,8 +167,8 @@ class Summary:
         seconds: training time, without pauses between jobs.
         step_seconds: measured duration of a step.
         exposed_seconds: time of a step spent waiting for messages.
-        predicted_step_seconds: duration of a step, predicted by the run at its end; None without a prediction, or with
-            one that is off by more than 15 %.
+        predicted_step_seconds: duration of a step, predicted by the run at its end.
+        prediction_note: why the prediction is off by more than 15 %, or why there is none; "" otherwise.
         peak_bytes: maximum resident memory over ranks at the latest end.
         device_bytes: maximum GPU memory in use over ranks at the latest end.
         data_share: share of the time that steps waited for data, mean over ranks.
@@ -195,6 +195,7 @@ class Summary:
     step_seconds: float | None
     exposed_seconds: float | None
     predicted_step_seconds: float | None
+    prediction_note: str
     peak_bytes: float | None
     device_bytes: float | None
     data_share: float | None
@@ -231,7 +232,8 @@ def summary(record: RunRecord) -> Summary:
         seconds=_seconds(records),
         step_seconds=_number(step, "measured_step_seconds"),
         exposed_seconds=_number(step, "measured_exposed_seconds"),
-        predicted_step_seconds=None if step.get("prediction_note") else _number(step, "predicted_step_seconds"),
+        predicted_step_seconds=_number(step, "predicted_step_seconds"),
+        prediction_note=str(step.get("prediction_note", "")),
         peak_bytes=_number(memory, "peak_bytes"),
         device_bytes=_number(memory, "device_bytes"),
         data_share=_share(records, "waited_seconds"),
@@ -267,7 +269,7 @@ def summary_texts(summaries: Sequence[Summary]) -> list[tuple[str, list[str]]]:
         ("images/s", [_text(figures.images_per_second, ",.0f") for figures in summaries]),
         ("step", [_milliseconds(figures.step_seconds) for figures in summaries]),
         ("communication not hidden", [_milliseconds(figures.exposed_seconds) for figures in summaries]),
-        ("predicted step", [_milliseconds(figures.predicted_step_seconds) for figures in summaries]),
+        ("predicted step", [_predicted(figures) for figures in summaries]),
         ("peak memory", [_size(figures.peak_bytes) for figures in summaries]),
         ("GPU memory", [_size(figures.device_bytes) for figures in summaries]),
         ("waited for data (most on a rank)", [_waits(figures.data_share, figures.most_data_share) for figures in summaries]),
@@ -301,6 +303,29 @@ def _hosts(hosts: Sequence[str]) -> str:
 
 def _milliseconds(seconds: float | None) -> str:
     return UNKNOWN if seconds is None else f"{1e3 * seconds:.4g} ms"
+
+
+def _predicted(figures: Summary) -> str:
+    """Return the predicted time of a step; one that is off by more than 15 % is marked, see `prediction_sentences`."""
+    text = _milliseconds(figures.predicted_step_seconds)
+    return f"{text} (off)" if figures.prediction_note and figures.predicted_step_seconds is not None else text
+
+
+def prediction_head(measured_seconds: float | None, predicted_seconds: float | None) -> str:
+    """Return the beginning of a sentence on a wrong or missing prediction of the time of a step."""
+    if not measured_seconds or predicted_seconds is None:
+        return "no prediction"
+    error = predicted_seconds / measured_seconds - 1
+    return f"the prediction is {abs(error):.0%} too {'low' if error < 0 else 'high'}"
+
+
+def prediction_sentences(summaries: Sequence[Summary]) -> list[tuple[int, str]]:
+    """Return (number of the run, from 0, sentence) for each run with a wrong or missing prediction, with the run's reason."""
+    return [
+        (run, f"{prediction_head(figures.step_seconds, figures.predicted_step_seconds)}: {figures.prediction_note}")
+        for run, figures in enumerate(summaries)
+        if figures.prediction_note
+    ]
 
 
 def _size(size_bytes: float | None) -> str:
@@ -444,9 +469,9 @@ def _is_number(value: object) -> TypeGuard[int | float]:
 
 def samples_per_epoch(records: Sequence[Record]) -> int:
     """Return the number of images per epoch from a run's metrics; 0 if it is unknown."""
-    told = [entry.get("samples") for entry in records if entry.get("kind") == "start"]
-    told += [entry.get("images") for entry in records if entry.get("kind") == "epoch"]
-    return max((count for count in told if isinstance(count, int)), default=0)
+    counts = [entry.get("samples") for entry in records if entry.get("kind") == "start"]
+    counts += [entry.get("images") for entry in records if entry.get("kind") == "epoch"]
+    return max((count for count in counts if isinstance(count, int)), default=0)
 
 
 def _place(entry: Record, samples: int) -> float | None:

@@ -115,12 +115,12 @@ class Late:
     Attributes:
         rank: rank that most often posted last.
         share: share of the collectives in which it posted last.
-        behind_first_seconds: mean delay after the first rank, over the collectives in which it posted last.
+        after_first_seconds: mean delay after the first rank, over the collectives in which it posted last.
     """
 
     rank: int
     share: float
-    behind_first_seconds: float
+    after_first_seconds: float
 
 
 @dataclass(frozen=True)

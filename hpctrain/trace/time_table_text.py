@@ -7,6 +7,7 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import replace
 
+from hpctrain.core.text import counted
 from hpctrain.trace.time_table import Late, Row, TimeTable
 
 _HEAD = ("layer", "share", "compute", "comm.", "hidden", "exposed", "late rank")
@@ -39,7 +40,7 @@ def lines(
     total = replace(table.total, compute_seconds=table.total.compute_seconds + table.left_over_seconds)
     left_over = Row("left over", "work", compute_seconds=table.left_over_seconds)
     last = [_cells(row, step, clock_error_seconds) for row in (left_over, total)]
-    title = f"time per step in ms, mean of {table.steps} {'step' if table.steps == 1 else 'steps'}"
+    title = f"time per step in ms, mean of {counted(table.steps, 'step')}"
     title += f" and {ranks} ranks" if ranks > 1 else ""
     end = _folded(_summary(table, ranks), width)
     room = None if most is None else most - 1 - len(end)
@@ -100,9 +101,9 @@ def _cells(row: Row, step_seconds: float, clock_error_seconds: float) -> tuple[s
 
 
 def _late(late: Late | None, clock_error_seconds: float) -> str:
-    if late is None or late.behind_first_seconds <= clock_error_seconds:
+    if late is None or late.after_first_seconds <= clock_error_seconds:
         return ""
-    return f"{late.rank} by {_ms(late.behind_first_seconds)} ({late.share:.0%})"
+    return f"{late.rank} by {_ms(late.after_first_seconds)} ({late.share:.0%})"
 
 
 def _ms(seconds: float) -> str:

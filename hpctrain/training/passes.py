@@ -20,7 +20,7 @@ from hpctrain.backend.specs import BatchNormSpec
 from hpctrain.comm.base import Communicator
 from hpctrain.core.errors import BackendError, ConfigError
 from hpctrain.core.intervals import ShardsOfRank, even
-from hpctrain.core.text import size_text
+from hpctrain.core.text import counted, size_text
 from hpctrain.data.loader import Share
 from hpctrain.data.sampler import counts
 from hpctrain.nn.network import Network
@@ -247,7 +247,7 @@ def check_memory(network: Network, batch: int, micro_batches: int) -> None:
     else:
         remedy = "not even one sample fits: use a smaller network, smaller images or a GPU with more memory"
     raise BackendError(
-        f"A pass over {samples} samples needs {size_text(arena + state)} of device memory, "
+        f"A pass over {counted(samples, 'sample')} needs {size_text(arena + state)} of device memory, "
         f"but only {size_text(free)} are free; {remedy}."
     )
 
@@ -262,8 +262,8 @@ def planned() -> str | None:
     with contextlib.suppress(Exception):  # memory is short here, and no second error may hide the first
         arena = network.arena_bytes(samples, training=True)
         return (
-            f"the plan needs {size_text(arena)} for a pass over {samples} samples and {size_text(3 * state)} for parameters, "
-            "gradients and the optimiser's state"
+            f"the plan needs {size_text(arena)} for a pass over {counted(samples, 'sample')} and {size_text(3 * state)} for "
+            "parameters, gradients and the optimiser's state"
         )
     return None
 

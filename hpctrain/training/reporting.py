@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.core import log
-from hpctrain.core.text import duration_text, echo_block, fitting, loss_text, pipe_columns, wrapped
+from hpctrain.core.text import counted, duration_text, echo_block, fitting, loss_text, pipe_columns, wrapped
 from hpctrain.runs.directory import RunDirectory
 from hpctrain.runs.records import PatientRecords
 from hpctrain.training.metrics import Reporter, RunningSums
@@ -232,7 +232,7 @@ class LogReporter(Reporter):
         since = "" if self._last is None else f" of {now - self._last:.1f} s"
         _debug(
             f"epoch {epoch}, step {step}: loss {sums.means()['loss']:.6g}; "
-            f"in {self._steps} {'step' if self._steps == 1 else 'steps'} this rank waited "
+            f"in {counted(self._steps, 'step')} this rank waited "
             f"{waited - self._waited_seconds:.3f} s{since} for other ranks"
         )
         self._last, self._steps, self._waited_seconds = now, 0, waited

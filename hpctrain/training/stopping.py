@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from hpctrain.core.text import loss_text
+from hpctrain.core.text import counted, loss_text
 from hpctrain.optim.stagnation import ImprovementRule, Stagnation
 
 
@@ -32,7 +32,7 @@ class EarlyStop(ImprovementRule):
 
     def sentence(self, state: Stagnation) -> str:
         """Return the reason for the end of the training as text."""
-        count = f"{state.waited} evaluation{'' if state.waited == 1 else 's'}"
+        count = counted(state.waited, "evaluation")
         if state.best is None:
             return f"early stop after epoch {state.evaluated_epoch}: {count} had no finite {self.metric}"
         best = loss_text(state.best) if self.is_loss else f"{state.best:.2%}"

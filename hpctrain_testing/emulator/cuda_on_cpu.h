@@ -41,7 +41,7 @@ inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z,
 #define CPU_SYNCWARP(mask, ...) cpu::warp_barrier(CPU_PLACE("__syncwarp"), mask, cpu::Exchange::NONE, 0)
 #define __syncwarp(...) CPU_SYNCWARP(__VA_ARGS__ __VA_OPT__(,) 0xffffffffu)
 #define __shfl_sync(mask, value, lane) cpu::shuffled(CPU_PLACE("__shfl_sync"), mask, value, unsigned(lane) % 32)
-#define __shfl_xor_sync(mask, value, bits) cpu::shuffled(CPU_PLACE("__shfl_xor_sync"), mask, value, cpu::lane_beside(bits))
+#define __shfl_xor_sync(mask, value, bits) cpu::shuffled(CPU_PLACE("__shfl_xor_sync"), mask, value, cpu::partner_lane(bits))
 #define __shfl_down_sync(mask, value, by) cpu::shuffled(CPU_PLACE("__shfl_down_sync"), mask, value, cpu::lane_below(by))
 #define __shfl_up_sync(mask, value, by) cpu::shuffled(CPU_PLACE("__shfl_up_sync"), mask, value, cpu::lane_above(by))
 #define __ballot_sync(mask, vote) cpu::ballot(CPU_PLACE("__ballot_sync"), mask, vote)
@@ -54,7 +54,7 @@ inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z,
 
 namespace cpu {
 // The lanes that shuffles take their values from; by a distance beyond the warp's ends their own.
-inline unsigned lane_beside(unsigned bits) { return (lane_number() ^ bits) % WARP; }
+inline unsigned partner_lane(unsigned bits) { return (lane_number() ^ bits) % WARP; }
 inline unsigned lane_below(unsigned by) { const unsigned lane = lane_number(); return lane + by < WARP ? lane + by : lane; }
 inline unsigned lane_above(unsigned by) { const unsigned lane = lane_number(); return by <= lane ? lane - by : lane; }
 template <class T, size_t n> T* shared(const void* declaration, const char* place) {

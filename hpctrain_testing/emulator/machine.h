@@ -118,7 +118,7 @@ struct Walk {
 // ---- shared memory ------------------------------------------------------------------------------------------------------------
 
 static void refuse_if_independent(const char* place) {
-  if (machine.independent) fail("waits in %s, though it is exported as a kernel whose threads wait for nobody.", place);
+  if (machine.independent) fail("waits in %s, though it is exported as a kernel whose threads do not wait for each other.", place);
 }
 
 static void* shared_array(const void* declaration, size_t bytes, const char* name) {
@@ -154,7 +154,7 @@ static void check_shared() {
     if (!untouched(memory.array - CANARY_BYTES, memory.array))
       fail("or another of its block writes in front of an array in shared memory.");
     if (!untouched(memory.array + memory.bytes, memory.end))
-      fail("or another of its block writes behind an array in shared memory.");
+      fail("or another of its block writes after the end of an array in shared memory.");
   }
 }
 
@@ -292,7 +292,7 @@ static void warp_barrier(const char* place, unsigned mask, Exchange what, unsign
 static unsigned lane_number() { return machine.current->number % WARP; }
 
 template <class T> static T shuffled(const char* place, unsigned mask, T value, unsigned source) {
-  static_assert(sizeof(T) <= VALUE_BYTES, "a lane gives at most 16 bytes at once");
+  static_assert(sizeof(T) <= VALUE_BYTES, "a lane exchanges at most 16 bytes at once");
   refuse_if_independent(place);
   Fibre& self = *machine.current;
   memcpy(self.offered, &value, sizeof(T));

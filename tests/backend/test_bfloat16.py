@@ -15,7 +15,7 @@ from hpctrain.backend.choice import make_backend
 from hpctrain.backend.cuda.device import bfloat16_bits
 from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
 from hpctrain.backend.onednn.kernel_set import OnednnKernelSet, available
-from hpctrain.backend.operators import Accumulating, InputView, KernelSet, StepContext
+from hpctrain.backend.operators import Accumulating, InputView, KernelSet, Operator, StepContext
 from hpctrain.backend.rounded import BFLOAT16, convert_by_numpy
 from hpctrain.backend.specs import (
     AdaptiveAveragePoolSpec,
@@ -33,7 +33,7 @@ from hpctrain.backend.specs import (
     WithRelu,
 )
 from hpctrain.models import catalogue
-from hpctrain.nn.custom import ArrayLayer
+from hpctrain.nn.custom import ArrayLayer, ArraySpec
 from hpctrain.nn.layers import Conv2d, Flatten, Linear, ReLU, Sequential
 from hpctrain.nn.network import Network
 from hpctrain.testing.operators import OperatorBench
@@ -84,6 +84,7 @@ def random_operation(chance: random.Random) -> tuple[Spec, list[tuple[int, ...]]
     edges = chance.choice([(1, 1, 1, 1), (0, 0, 0, 0), (0, 1, 2, 0)])
     wide = Conv2dSpec(128, 256, Window((3, 3), (chance.randint(1, 2),) * 2, edges), 1, chance.random() < 0.5)
     narrow = Conv2dSpec(512, 520, Window((1, 1), (chance.randint(1, 2),) * 2, (0, 0, 0, 0)), 1, chance.random() < 0.5)
+    patches = Conv2dSpec(3, 1368, Window((8, 8), (8, 8), (0, 0, 0, 0)), 1, chance.random() < 0.5)
     features = shape[1] * shape[2] * channels
     linear = LinearSpec(features, outputs, chance.random() < 0.5)
     sums = chance.random() < 0.5
@@ -93,6 +94,7 @@ def random_operation(chance: random.Random) -> tuple[Spec, list[tuple[int, ...]]
             (wide, [(2, 3, 3, 128)]),
             (WithRelu(wide), [(2, 3, 3, 128)]),
             (narrow, [(3, 2, 3, 512)]),
+            (patches, [(2, 16, 16, 3)]),
             (linear, [(shape[0], features)]),
             (WithRelu(linear), [(shape[0], features)]),
             (BatchNormSpec(channels, relu=chance.random() < 0.5), [shape]),
@@ -238,6 +240,21 @@ def test_layers_of_users_compute_in_float32(kernels: KernelSet) -> None:
     assert np.abs(logits - wanted).max() < 0.03 * np.abs(wanted).max()
     assert network.parameters["conv.weight"].grad.dtype == np.float32
     assert np.abs(network.parameters["conv.weight"].grad).max() > 0
+
+
+def test_the_operator_of_a_users_layer_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A constructor of a user may allocate memory or open files."""
+    made: list[str] = []
+    make = ArraySpec.operator
+
+    def counted(spec: ArraySpec, inputs: tuple[TensorSpec, ...], *, training: bool) -> Operator:
+        made.append(inputs[0].dtype)
+        return make(spec, inputs, training=training)
+
+    monkeypatch.setattr(ArraySpec, "operator", counted)
+    layers = {"double": Doubled(), "flat": Flatten(), "fc": Linear(12, 5)}
+    Network(Sequential(layers), (2, 2, 3), NumpyKernelSet(), dtype="bfloat16").program(4, training=True)
+    assert made == ["float32"]
 
 
 #: (model, batch, pixels) -> upper bound of the training arena in bfloat16 relative to float32, which changes may only lower

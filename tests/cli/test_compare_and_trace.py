@@ -21,7 +21,7 @@ from hpctrain.runs.owner import SUPERVISOR, owned
 from hpctrain.runs.records import HashFile
 from hpctrain.trace.time_table import Late, Row, TimeTable, from_json
 from hpctrain.trace.time_table_text import lines
-from tests.support.runs import make_run, write_checkpoint, write_run
+from tests.support.runs import make_run, write_checkpoint, write_run, write_trace
 
 
 def test_two_runs_are_compared_on_80_columns(tmp_path: Path) -> None:
@@ -33,6 +33,28 @@ def test_two_runs_are_compared_on_80_columns(tmp_path: Path) -> None:
     assert "batch  8" in done.output
     assert "the same bits as" in done.output
     assert max(map(len, done.output.splitlines())) <= 80
+
+
+def test_commands_that_read_a_run_take_the_newest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would find a command that demands the name of a run, or chooses another run than the other commands."""
+    monkeypatch.chdir(tmp_path)
+    runs = [write_run(tmp_path / "runs") for _ in range(3)]
+    older, old, new = (run.path.name for run in runs)
+    file = write_checkpoint(runs[2], 5, a=[1.0])
+    write_trace(runs[2])
+    _record(runs[2].path, 1, monkeypatch, ("n1",))
+    calls = [
+        *(("checkpoint", command) for command in ("list", "show", "verify")),
+        *(("watch", "--once"), ("report",), ("compare",), ("trace",), ("autopsy",)),
+    ]
+    for call in calls:
+        done = CliRunner().invoke(cli, call)
+        assert done.exit_code == 0, done.output
+        assert new in done.output, call
+        assert older not in done.output.replace(old, "").replace(new, ""), call
+    assert f"1: {old}\n2: {new}\n" in CliRunner().invoke(cli, ["compare"]).output
+    write_run(tmp_path / "runs")  # without a checkpoint
+    assert file.name in CliRunner().invoke(cli, ["checkpoint", "list"]).output
 
 
 def test_programs_get_json(tmp_path: Path) -> None:

@@ -37,6 +37,8 @@ def test_shipped_configurations_pass(path: Path) -> None:
     result = CliRunner().invoke(cli, ["config", "check", str(path)])
     assert result.exit_code == 0, result.output
     assert result.output.startswith("ok: ")
+    absent = not Path(load(path)[0].data.train).exists()
+    assert ("not checked: the data, and the network" in result.output) == absent, "it has not built the network"
 
 
 def test_show_prints_what_would_run() -> None:

@@ -126,6 +126,10 @@ def test_fetch_prints_the_files(tmp_path, monkeypatch):
     monkeypatch.setattr(fetching, "fetch", fetch)
     assert run("fetch", "mnist", "--out", tmp_path).split() == [str(path) for path in paths.values()]
     assert asked == [(tmp_path, fetching.MNIST, False)]
+    paths["train"].touch()
+    again = CliRunner().invoke(data, ["fetch", "mnist", "--out", str(tmp_path)])
+    assert again.stdout.split() == [str(path) for path in paths.values()], "a script reads the paths"
+    assert again.stderr == f"{paths['train']} exists already and is unchanged\n"
 
 
 @pytest.mark.parametrize("channels", [1, 3])

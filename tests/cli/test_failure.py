@@ -67,7 +67,14 @@ autopsy: photos => /photos contains no flight records (rank-*.flight); give the 
 trace: nowhere => /nowhere contains no time_table.json; give the directory of a run with trace=true that has ended.
 watch: nowhere --once => /nowhere does not exist; give the directory of a run.
 watch: photos --once => /photos is not a run directory: it has no config.yaml; give a directory that a training wrote.
-watch: --once => /runs; give the directory of a run, or of all runs with --runs.
+watch: --once => There is no run in
+trace:  => There is no run in
+report:  => There is no run in
+compare:  => give the directories of 2 runs.
+checkpoint list:  => There is no run with a checkpoint in
+checkpoint show:  => There is no run with a checkpoint in
+checkpoint verify:  => There is no run with a checkpoint in
+weights export: --out new.safetensors => There is no run with a checkpoint in
 report: photos => /photos is not a run directory: it has no config.yaml; give a directory that a training wrote.
 report: photos file --test => --test evaluates a single run, but 2 are given; give one, or leave --test out.
 compare: nowhere file => /nowhere does not exist; give the directory of a run.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import subprocess
 import sys
@@ -196,7 +197,20 @@ def test_the_written_file_is_the_first_choice_and_plans(tmp_path: Path) -> None:
     shown = CliRunner().invoke(cli, ["plan", "show", str(path)])
     assert shown.exit_code == 0, shown.output
     assert "on 4 ranks" in shown.output
+    assert "Give --machine to learn whether fewer or more ranks would be faster." in " ".join(shown.output.split())
     assert search(QUICKSTART, *SMALL, "--ranks", "2", "--write", str(path)).exit_code == 0  # written again
+
+
+def test_a_plan_advises_on_the_number_of_ranks() -> None:
+    """Would find a plan that keeps quiet about a number of ranks that only adds messages."""
+    for batch, image, advice in ((8, 8, "fewer ranks are faster"), (4096, 64, "more ranks are faster")):
+        words = (QUICKSTART, f"batch={batch}", "averager=sharded", "--ranks", "8", "--machine", "xc40")
+        shown = CliRunner().invoke(cli, ["plan", "show", *words, "--image", str(image), str(image), "1", "--classes", "10"])
+        assert shown.exit_code == 0, shown.output
+        text = " ".join(shown.output.split())
+        assert re.search(rf"By the model of machine .+, a step takes .+ on 8 ranks, .+ on 4( and .+ on 16)?: {advice}\.", text), (
+            text
+        )
 
 
 def test_ranks_per_node_are_compared_on_the_same_cores(tmp_path: Path) -> None:

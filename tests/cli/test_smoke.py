@@ -60,6 +60,8 @@ def test_every_configuration_passes_without_data(name: str, tmp_path: Path) -> N
     assert "the trial passed" in result.output
     assert ("a grid of 1 x 1 in place of 2 x n" in result.output) == (name in GRIDS)
     assert not list((tmp_path / "runs").iterdir()), "the run's directory was to be removed"
+    named = [line for line in result.output.replace("\n  ", " ").splitlines() if "runs/" in line]
+    assert all("deleted" in line for line in named), "a user would look for files that the trial has deleted"
 
 
 @pytest.mark.slow

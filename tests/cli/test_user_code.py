@@ -182,7 +182,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setattr(user_code, "_files", {})
-    monkeypatch.setattr(user_code, "_beside", [])
+    monkeypatch.setattr(user_code, "_config_folders", [])
     yield tmp_path
     sys.modules.pop("own_code", None)
 
@@ -297,6 +297,129 @@ def test_an_error_at_import_is_reported_once_by_all_ranks(job: Job, folder: Path
     assert "ValueError: negative dimensions are not allowed" in lines[0]
     assert "own_code.py, line 3" in lines[0]
     assert "Traceback" not in outcome.output
+
+
+FAILS = """
+from dataclasses import dataclass
+
+from hpctrain.data.augmentations.base import Augmentation
+from hpctrain.nn.custom import ArrayLayer
+from hpctrain.nn.layers import AdaptiveAveragePool, Conv2d, Flatten, Linear, Sequential
+from hpctrain.training.metrics import Reporter
+
+
+def twice(number):
+    return 2 * number + missing
+
+
+def unknown_name(classes: int, channels_in: int):
+    return Sequential([Flatten(), Linear(twice(3), classes)])
+
+
+def wrong_call(classes: int, channels_in: int):
+    return Sequential([Conv2d(channels_in)])
+
+
+def wrong_type(classes: int, channels_in: int):
+    return Sequential([Conv2d(str(channels_in), 4, 3)])
+
+
+class Fails(ArrayLayer):
+    def __init__(self, where):
+        self.where = where
+
+    def output_shape(self, shape):
+        return shape if self.where != "shape" else shape + 1
+
+    def forward(self, x, parameters, context, saved):
+        return x if self.where != "forward" else x @ x.ravel()[:5]
+
+    def backward(self, x, dy, parameters, saved):
+        return dy, {}
+
+
+def layer(classes: int, channels_in: int, where: str = "shape"):
+    return Sequential([Fails(where), AdaptiveAveragePool(1), Flatten(), Linear(channels_in, classes)])
+
+
+@dataclass(frozen=True)
+class WrongArguments(Augmentation):
+    draws = 1
+
+    def apply(self, images, u):
+        return images
+
+
+class Records(Reporter):
+    def __init__(self, directory):
+        self.directory = directory
+
+    def record(self, kind, values):
+        values["nothing"]
+"""
+
+
+def _line_of(text: str) -> int:
+    return next(number for number, line in enumerate(FAILS.splitlines(), 1) if text in line)
+
+
+@pytest.mark.parametrize(
+    ("override", "words", "line", "functions"),
+    [
+        (
+            "model=fails.py:unknown_name",
+            "fails: NameError: name 'missing' is not defined",
+            "+ missing",
+            ["unknown_name", "twice"],
+        ),
+        ("model=fails.py:wrong_call", "fails: TypeError: Conv2d.__init__() missing", "Conv2d(channels_in)", ["wrong_call"]),
+        ("model=fails.py:wrong_type", "channels_in of Conv2d is '3', but must be an integer", "Conv2d(str", []),
+        ("model=fails.py:layer", "The code of fails.py fails: TypeError", "shape + 1", ["output_shape"]),
+    ],
+)
+def test_an_error_in_code_of_the_users_is_a_sentence_and_the_frames_of_this_code(
+    folder: Path, override: str, words: str, line: str, functions: list[str]
+) -> None:
+    """A traceback through hpctrain would hide the line that the user can correct."""
+    (folder / "mine" / "fails.py").write_text(FAILS)
+    first, *frames = _refused("config", "check", "mine/own.yaml", override)
+    assert first.startswith("hpctrain: ")
+    assert words in first
+    assert f"{folder / 'mine' / 'fails.py'}, line {_line_of(line)})" in first
+    places = [frame for frame in frames if frame.startswith("  File ")]
+    assert [place.rpartition(" in ")[2] for place in places] == functions
+    assert all("fails.py" in place for place in places)
+
+
+@pytest.mark.parametrize(
+    ("override", "words", "line"),
+    [
+        ("model={name: fails.py:layer, where: forward}", "ValueError: matmul", "x @ x.ravel()"),
+        ("data.augment=[fails.py:WrongArguments]", "WrongArguments.apply() takes 3 positional arguments", "def apply(self"),
+        ("metrics.reporters=[fails.py:Records]", "KeyError: 'nothing'", 'values["nothing"]'),
+    ],
+)
+def test_an_error_in_code_of_the_users_ends_a_training_in_the_same_way(
+    folder: Path, override: str, words: str, line: str
+) -> None:
+    """Also if the frames of the error are hpctrain's, as for a method with too few parameters."""
+    (folder / "mine" / "fails.py").write_text(FAILS)
+    outcome = run_here(0, ["-m", "hpctrain", "train", "mine/own.yaml", "data.augment=[]", override], cwd=folder)
+    assert outcome.code == 2, outcome.output
+    assert "Traceback" not in outcome.output
+    (sentence,) = [row for row in outcome.stderr.splitlines() if row.startswith("hpctrain: ")]
+    assert words in sentence
+    assert f"fails.py, line {_line_of(line)})" in sentence
+
+
+def test_ranks_report_an_error_in_code_of_the_users_once(job: Job, folder: Path) -> None:
+    """If each rank ended with its own report, a large job would print it thousands of times."""
+    (folder / "mine" / "fails.py").write_text(FAILS)
+    for override in ("model=fails.py:layer", "model={name: fails.py:layer, where: forward}"):
+        outcome = job(2, ["-m", "hpctrain", "train", "mine/own.yaml", override], cwd=folder)
+        assert outcome.code == 2, outcome.output
+        assert outcome.stderr.count("The code of fails.py fails") == 1, outcome.output
+        assert "Traceback" not in outcome.output
 
 
 @pytest.mark.slow

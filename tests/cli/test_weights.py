@@ -55,6 +55,8 @@ def test_a_run_is_exported_with_all_that_a_reader_must_know(run: Path, tmp_path:
     out = tmp_path / "new" / "w.safetensors"
     printed = " ".join(done("export", run, "--out", out).split())
     assert re.search(r": 331 parameters and 4 running statistics in \d+ tensors of small, from ", printed)
+    assert "Input: images of 7 x 6 pixels and 1 channel. Divide pixels by 255, subtract the mean " in printed
+    assert f"Output: a logit for each of 3 classes. Train from it with init.weights={out}, or load" in printed
     content = weights_file.read(out)
     tensors = read(checkpoints(run / "checkpoints")[-1][1]).tensors
     weight = tensors[parameter_key("stage1.conv.weight")]

@@ -110,6 +110,9 @@ def test_users_list_and_copy_them(tmp_path: Path) -> None:
     assert all(len(line) <= 80 for line in listed.output.splitlines())
     copied = CliRunner().invoke(cli, ["config", "copy", "quickstart", "--to", str(tmp_path)])
     assert copied.output == f"{tmp_path / 'configs' / 'quickstart.yaml'}\n"
+    again = CliRunner().invoke(cli, ["config", "copy", "quickstart", "--to", str(tmp_path)])
+    assert again.stdout == copied.stdout, "a script reads the path"
+    assert again.stderr.endswith("exists already and is unchanged\n")
     unknown = CliRunner().invoke(cli, ["config", "copy", "nothing", "--to", str(tmp_path)])
     assert unknown.exit_code == 2
     assert "There is no example 'nothing'" in unknown.output

@@ -19,6 +19,7 @@ from hpctrain.core.console import PlainConsole
 from hpctrain.core.text import (
     beginning_with,
     colours,
+    counted,
     echo,
     echo_block,
     escaped,
@@ -81,6 +82,23 @@ def test_lines_end_with_a_clause_rather_than_within_a_number_and_its_unit() -> N
     assert wrapped("all samples stay in memory (47.1 MB)", 32) == "all samples stay in memory\n  (47.1 MB)"
     path = "/" + 90 * "x"
     assert wrapped(f"run directory {path}", 80) == f"run directory {path}", "a script reads it on this line"
+
+
+def test_upper_case_changes_no_nearest_name() -> None:
+    """Of equally similar names, the one with the longest common beginning would depend on the case of its letters."""
+    names = ["Resnet18", "resnet32", "Vgg11", "vgg13"]
+    for name in ("resnet1", "resnet3", "vgg1", "vgg3"):
+        assert nearest(name, names) == nearest(name.upper(), names) == nearest(name.title(), names)
+    assert nearest("vgg3", ["Vgg13", "vgg23"]) == "Vgg13"
+
+
+@pytest.mark.parametrize(
+    ("number", "noun", "text"),
+    [(0, "step", "0 steps"), (1, "image", "1 image"), (60_000, "image", "60,000 images"), (3, "class", "3 classes")],
+)
+def test_counts_have_separators_and_plurals(number: int, noun: str, text: str) -> None:
+    """Would find a count that is hard to read, such as 1281167 images."""
+    assert counted(number, noun) == text
 
 
 @pytest.mark.parametrize(

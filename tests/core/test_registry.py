@@ -388,7 +388,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setattr(user_code, "_files", {})
-    monkeypatch.setattr(user_code, "_beside", [])
+    monkeypatch.setattr(user_code, "_config_folders", [])
     yield name
     for known in [known for known in sys.modules if known.startswith(("own_module_", "own_package"))]:
         del sys.modules[known]
@@ -421,7 +421,7 @@ def test_the_directory_of_the_configuration_comes_after_the_working_directory(mo
     (folder / f"{module}.py").write_text("raise RuntimeError('imported')")
     with pytest.raises(ConfigError, match=r"no file own_module_nearby\.py .* in the working directory[.;]"):
         user_code.load("own_module_nearby.py:Own")
-    user_code.search_beside(folder / "my.yaml")
+    user_code.search_next_to(folder / "my.yaml")
     assert user_code.load("own_module_nearby.py:Own").__name__ == "Own"
     assert user_code.load("own_module_sibling:Own").__name__ == "Own"
     assert user_code.load(f"{module}.py:Own").__name__ == "Own"

@@ -154,7 +154,7 @@ def test_a_missing_relative_path_is_answered_by_the_file_next_to_the_configurati
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "train.h5").write_bytes(b"")
     monkeypatch.chdir(tmp_path / "data")
-    monkeypatch.setattr(user_code, "_beside", [Path("../configs")])
+    monkeypatch.setattr(user_code, "_config_folders", [Path("../configs")])
     there = re.escape(f"{tmp_path}/data/train.h5, so start from {tmp_path}.")
     with pytest.raises(DataError, match=rf"means {tmp_path}/data/data/train\.h5, but the file exists at {there}"):
         ImageFile.open(Path("data/train.h5"))

@@ -149,17 +149,22 @@ JUDGED: list[tuple[Check, JobView, Sequence[Any], str, str, str]] = [
         *("other-mpiexec", OTHER_MPI, "export PATH='/a b':$PATH"),
     ),
     (rank_checks.MPI_LIBRARY, view(2), libraries(launchers=(("/x/mpiexec", ""),)), "", "", ""),  # which says nothing
-    *(
-        (node_checks.PROGRESS, view(2), hides(0.8, none=0.0, thread=1.2), "", words, "")
-        for words in (
-            "messages move by themselves while layers compute: nothing",
-            "messages move whenever a layer is done: 80%",
-            "a thread moves messages while layers compute: 100%",
-        )
+    (
+        node_checks.PROGRESS,
+        view(2),
+        hides(0.8, none=-0.5, thread=1.2),
+        "",
+        "exchanged 1.05 MB in 20 ms. Computing at the same time hides 100% of this time with progress=thread, 80% with "
+        "progress=test, 0% with progress=none. What is not hidden lengthens each step. A training chooses the fastest way",
+        "",
     ),
-    (node_checks.PROGRESS, view(2), hides(0.2, none=-1.0), "nothing-hides", "", ""),
-    (node_checks.PROGRESS, view(2), hides(-0.5, none=-1.0), "nothing-hides", "", ""),
+    (node_checks.PROGRESS, view(2), hides(0.2, none=-1.0), "nothing-hides", "", "so that a core is free for messages"),
+    (node_checks.PROGRESS, view(2), hides(-0.5, none=-1.0), "nothing-hides", "hides nothing of this time.", "increase `batch`"),
     (node_checks.PROGRESS, view(2), hides(0.3, none=-1.0), "", "", ""),
+    *(
+        (node_checks.PROGRESS, view(2, config=configuration(f"progress={mode}")), hides(0.8, none=0.1), key, f"={mode}.", fix)
+        for mode, key, fix in (("none", "nothing-hides", "Set `progress` to auto"), ("test", "", ""), ("posting", "", ""))
+    ),
     (node_checks.PROGRESS, view(1), [None], "", "", ""),
     (node_checks.START_UP, view(1, 1, 1), starts(4.9), "", LOADED.format(4.9), ""),
     (node_checks.START_UP, view(1, 1, 1), starts(5.1), "slow-import", LOADED.format(5.1), ""),

@@ -145,6 +145,7 @@ def test_the_variables_that_are_too_large_are_named() -> None:
     [found] = rank_checks.judge_threads(view(2), facts)
     assert found.sentence == "2 ranks compute with 16 threads on 4 cores (OPENBLAS_NUM_THREADS=8)."
     assert found.fix == "export OPENBLAS_NUM_THREADS=2"
+    assert found.severity is Severity.WARNING  # a training accepts these threads
 
 
 def test_the_busiest_node_is_named() -> None:

@@ -367,7 +367,7 @@ def test_one_rule_for_the_key_and_for_the_variable(monkeypatch: pytest.MonkeyPat
     """The key `threads` and the variable OMP_NUM_THREADS have the same range, also if ranks share cores."""
     _cpus(monkeypatch, 2, 2)
     two = Launcher("MPICH hydra mpiexec", 2, 0, 2, 0, "PMI_RANK")
-    turns = "2 threads per rank, which take turns on 1 core"
+    turns = "2 threads per rank, which take turns on 1 core, so a step takes longer"
     assert str(set_threads(two, 2, {})) == f"{turns} (as configured; 2 ranks share 2 cores)"
     assert str(set_threads(two, None, {"OMP_NUM_THREADS": "2"})) == f"{turns} (OMP_NUM_THREADS was set; 2 ranks share 2 cores)"
     for requested, environ in ((3, {}), (None, {"OMP_NUM_THREADS": "3"})):

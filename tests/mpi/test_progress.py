@@ -176,7 +176,7 @@ def test_one_file_and_one_table_of_all_ranks(world: Communicator, tmp_path: Path
         return
     assert late["rank"] == world.size - 1
     assert late["share"] == 1.0
-    assert late["behind_first_seconds"] > LATE_SECONDS / 2
+    assert late["after_first_seconds"] > LATE_SECONDS / 2
     # the others wait for it, and that is exposed
     assert rows["all gradients"]["exposed_seconds"] > LATE_SECONDS / 2 * (world.size - 1) / world.size
     assert any(f" {world.size - 1} by " in line for line in said)

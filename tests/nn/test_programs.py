@@ -156,6 +156,35 @@ def test_a_users_layer_trains_like_any_other() -> None:
     _check_gradients(Sequential({"conv": Conv2d(3, 4, 3), "mine": _Scale(), "flatten": Flatten(), "fc": Linear(4 * 7 * 5, 5)}))
 
 
+@pytest.mark.parametrize(
+    ("method", "result", "words"),
+    [
+        (
+            "forward",
+            np.zeros((2, 5)),
+            r"forward \(.*test_programs.py, line \d+\) returns y with shape \(2, 5\), but its shape must be",
+        ),
+        ("forward", None, "returns y with the value None, but its shape must be"),
+        ("backward", np.zeros(3), r"backward .* returns array.*, but must return dx and a mapping of gradients"),
+        ("backward", (np.zeros((2, 5)), {"scale": 0.0}), r"returns dx with shape \(2, 5\), but .* follows from that of x"),
+        ("backward", (0.0, {}), "returns the gradient of scale with the value None"),
+    ],
+)
+def test_wrong_results_of_a_users_layer_name_the_layer_the_method_and_the_shape(method: str, result: object, words: str) -> None:
+    """NumPy's error names neither the layer nor its file, and None would become nan."""
+
+    class Wrong(_Scale):
+        pass
+
+    def returns(self: object, *arguments: object) -> object:
+        return result
+
+    setattr(Wrong, method, returns)
+    model = Sequential({"conv": Conv2d(3, 4, 3), "mine": Wrong(), "flatten": Flatten(), "fc": Linear(4 * 7 * 5, 5)})
+    with pytest.raises(ShapeError, match=f"^Layer mine: Wrong.*{words}"):
+        _check_gradients(model)
+
+
 def test_a_layer_used_twice_is_refused() -> None:
     class Twice(Sequential):
         def lower(self, graph: Any, x: int, name: str) -> int:

@@ -458,7 +458,7 @@ def test_the_clipped_gradient_has_at_most_the_asked_norm() -> None:
         (Sgd, {"weight_decay": float("nan")}, "weight_decay is nan, but must be"),
         (Sgd, {"weight_decay": float("inf")}, "weight_decay is inf, but must be"),
         (Sgd, {"clip_norm": 0.0}, "clip_norm is 0.0"),
-        (Sgd, {"decay_exclude": "bias"}, "decay_exclude is 'bias', but must be one of norm_and_bias, none"),
+        (Sgd, {"decay_exclude": "bias"}, "decay_exclude of Sgd is 'bias', but must be 'norm_and_bias' or 'none'"),
         (Sgd, {"norm_bias_rate": 0.0}, "norm_bias_rate is 0.0, but must be a positive"),
         (Lars, {"trust_coefficient": 0.0}, "trust_coefficient is 0.0"),
         (Lars, {"epsilon": -1e-9}, "epsilon is -1e-09"),
@@ -469,7 +469,7 @@ def test_the_clipped_gradient_has_at_most_the_asked_norm() -> None:
         (Adamw, {"beta2": float("nan")}, "beta2 nan is outside"),
         (Adamw, {"epsilon": 0.0}, "epsilon is 0.0, but must be"),
         (Adamw, {"weight_decay": -1.0}, "weight_decay is -1.0"),
-        (Adamw, {"decay_exclude": "bias"}, "norm_and_bias, none"),
+        (Adamw, {"decay_exclude": "bias"}, "the default is 'norm_and_bias'"),
         (Adamw, {"clip_norm": 0.0}, "clip_norm is 0.0"),
     ],
 )

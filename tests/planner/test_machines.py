@@ -163,7 +163,7 @@ def machines(draw: st.DrawFn, least_cores: float = 0.01) -> Machine:
         node_bytes_per_second=draw(st.floats(1, 1e15) | st.just(math.inf)),
     )
     keys = machine_file.parse(machine_file.text(machine)).sources  # of a machine without sources: each says so
-    assert set(keys.values()) == {"not said"}
+    assert set(keys.values()) == {"not stated"}
     return replace(machine, sources={key: draw(SOURCES) for key in keys})
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -15,11 +16,12 @@ import pytest
 pytest.importorskip("matplotlib", reason="matplotlib is not installed (extra export)")
 
 from hpctrain.core.errors import ConfigError, DataError
+from hpctrain.optim.schedules import Cosine
 from hpctrain.report import figures
 from hpctrain.report.figures import Drawing, Style, for_page, layer_drawing, panel_drawing, read_steps, timeline_drawing
 from hpctrain.report.page import html, report_page, result_of
 from hpctrain.run.evaluation import JudgedImage, Judgement
-from hpctrain.runs.results import AVERAGED, TEST, TRAINING, Curve, Panel, read_runs
+from hpctrain.runs.results import AVERAGED, MOST_POINTS, TEST, TRAINING, Curve, Panel, read_runs
 from tests.support.runs import confusion_of, write_checkpoint, write_run, write_trace
 
 MEGABYTES = 2.0
@@ -233,6 +235,31 @@ CURVES = (
     Curve(1, TEST, (1.0,), (0.75,)),
     Curve(1, TEST + AVERAGED, tuple(float(x) for x in range(60)), (0.5,) * 60),
 )
+
+
+@pytest.mark.parametrize("follows", [True, False])
+def test_the_learning_rate_is_drawn_from_the_schedule_that_the_run_followed(tmp_path: Path, *, follows: bool) -> None:
+    """Would find a curve that has only a point per epoch, and one by a schedule that the run did not follow."""
+    config = "model: {name: small}\ndata: {train: a.h5, test: b.h5}\nbatch: 10\nepochs: 4\n"
+    config += "optimizer: {name: sgd, lr: 0.1}\nschedule: {name: cosine, warmup_epochs: 1}\n"
+    run = write_run(tmp_path, epochs=0, config=config)
+    schedule = Cosine(base_lr=0.1, epochs=4, steps_per_epoch=10, warmup_epochs=1)
+    rates = [schedule.lr(10 * epoch - 1) for epoch in (1, 2, 3)]
+    lines = [{"kind": "start", "time": 0.0, "epochs": 4, "samples": 95, "done_samples": 0}]
+    lines += [
+        {"kind": "epoch", "time": 1.0, "epoch": epoch, "step": 10 * epoch, "images": 95, "lr": rate if follows else 0.07}
+        for epoch, rate in enumerate(rates, 1)
+    ]
+    run.metrics_path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    (drawing,) = [drawing for drawing in report_page(read_runs([run.path])).drawings if drawing.key == "lr"]
+    values = for_page(drawing).values
+    assert values is not None
+    (curve,) = values["curves"]
+    if follows:
+        assert (len(curve["xs"]), curve["ys"][0], curve["ys"][-1]) == (MOST_POINTS, 0.01, pytest.approx(schedule.lr(30)))
+        assert max(curve["ys"]) == pytest.approx(0.1, rel=1e-3)
+    else:
+        assert curve["ys"] == [0.07] * 3
 
 
 def test_words_tell_the_ends_of_all_curves() -> None:

@@ -25,7 +25,18 @@ from hpctrain.runs import directory
 from hpctrain.runs.comparison import ABSENT, ComparedSetting, compared, key_text, side_by_side
 from hpctrain.runs.directory import BestRecord, RunDirectory
 from hpctrain.runs.records import HashFile
-from hpctrain.runs.results import MOST_POINTS, TEST, TRAINING, UNKNOWN, panels, read_runs, summary, summary_texts, thinned
+from hpctrain.runs.results import (
+    MOST_POINTS,
+    TEST,
+    TRAINING,
+    UNKNOWN,
+    panels,
+    prediction_sentences,
+    read_runs,
+    summary,
+    summary_texts,
+    thinned,
+)
 from tests.support.runs import confusion_of, write_checkpoint, write_run, write_trace
 
 
@@ -107,6 +118,17 @@ def test_a_step_is_reported_with_its_prediction(tmp_path: Path) -> None:
         ["1 ms"],
         ["45.68 ms"],
     ]
+
+
+def test_a_wrong_prediction_is_marked_and_explained(tmp_path: Path) -> None:
+    """Would find a comparison that shows only good predictions."""
+    times = {"measured_step_seconds": 0.05, "predicted_step_seconds": 0.02, "prediction_note": "cores were lost"}
+    run = write_run(tmp_path, events=[{"kind": "steps", "time": 31.0, "step": 30, **times}])
+    figures = [summary(read_runs([path])[0]) for path in (write_run(tmp_path).path, run.path)]
+    assert dict(summary_texts(figures))["predicted step"] == [UNKNOWN, "20 ms (off)"]
+    assert prediction_sentences(figures) == [(1, "the prediction is 60% too low: cores were lost")]
+    printed = list(comparison_lines(compared([write_run(tmp_path).path, run.path])))
+    assert "2: the prediction is 60% too low: cores were lost" in printed
 
 
 @pytest.mark.parametrize(("device", "of_gpus"), [({}, []), ({"device_bytes": 7_400_000_000}, [("GPU memory", ["7.4 GB"])])])

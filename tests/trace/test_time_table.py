@@ -159,7 +159,7 @@ def test_who_posted_last_was_late() -> None:
     assert late.keys() == {"fc"}
     assert late["fc"].rank == 1
     assert late["fc"].share == pytest.approx(2 / 3)
-    assert late["fc"].behind_first_seconds == pytest.approx(3e-3)  # by 2 and by 4
+    assert late["fc"].after_first_seconds == pytest.approx(3e-3)  # by 2 and by 4
 
 
 def test_queues_of_different_groups_are_different_collectives() -> None:

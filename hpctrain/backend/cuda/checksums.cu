@@ -39,7 +39,7 @@ struct Remainder {
     return product(sum, power(size - last));
   }
   static __device__ __forceinline__ uint32_t joined(uint32_t a, uint32_t b) { return a ^ b; }
-  static __device__ __forceinline__ uint32_t in_place(uint32_t sum, int64_t words_behind) { return product(sum, power(words_behind)); }
+  static __device__ __forceinline__ uint32_t in_place(uint32_t sum, int64_t words_after) { return product(sum, power(words_after)); }
 };
 
 struct WordSum {

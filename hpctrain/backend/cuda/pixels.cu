@@ -3,11 +3,11 @@
 #include "images.cuh"
 #include "resampling.cuh"
 
-// The remaining steps of one image, as WINDOW in pixels.py. Boxes are [above, below) x [before, behind) of the result.
+// The remaining steps of one image, as WINDOW in pixels.py. Boxes are [above, below) x [before, after) of the result.
 struct Box {
-  int32_t above, below, before, behind;
+  int32_t above, below, before, after;
   __device__ __forceinline__ bool has_row(int y) const { return y >= above && y < below; }
-  __device__ __forceinline__ bool has_column(int x) const { return x >= before && x < behind; }
+  __device__ __forceinline__ bool has_column(int x) const { return x >= before && x < after; }
 };
 struct Window {
   int32_t top, left, step;

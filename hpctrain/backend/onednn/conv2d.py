@@ -123,7 +123,7 @@ class Convolution:
         self.weight_gradient: WeightGradient | ProductWeightGradient | None = None
         if training and self.x.dtype == "float32":  # in bfloat16, the direct kernels are faster than Winograd's
             self._make_winograd(relu, input_gradient)
-        elif training and copies_are_slow(spec, self.x) and spec.channels_in >= engine.block:
+        elif training and copies_are_slow(spec, self.x):
             self.weight_gradient = ProductWeightGradient(self)
 
     @property

@@ -239,7 +239,7 @@ def class_labels(name: str, labels: Any, count: int) -> tuple[np.ndarray, int]:
     one_hot = len(shape) == 2 and shape[0] == count and shape[1] > 1
     if labels.dtype.kind not in "iufb" or not (one_hot or (shape and math.prod(shape) == count)):
         raise DataError(
-            f"{name} holds {labels.dtype} of shape {shape}; labels of {count} images must be whole numbers, ({count},) or "
+            f"{name} holds {labels.dtype} of shape {shape}; labels of {count:,} images must be whole numbers, ({count},) or "
             f"({count}, 1), or one-hot rows ({count}, K)."
         )
     require_memory(2 * labels.nbytes, name)

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from hpctrain.core.errors import DataError
-from hpctrain.core.text import escaped
+from hpctrain.core.text import counted, escaped
 from hpctrain.data import decoding
 from hpctrain.data.decoding import Fit, decode, deep_maximum, read_picture
 from hpctrain.data.files import read_regular, require_file, system_errors_as
@@ -111,8 +111,8 @@ def slices(images: np.ndarray, labels: np.ndarray, advance: Advance = no_progres
 
 def listed(noun: str, names: Sequence[str], limit: int = 20) -> str:
     """Return "2 files (a.jpg, b.jpg)" for messages. Long lists are shortened."""
-    shown = ", ".join(map(escaped, names[:limit])) + (f", and {len(names) - limit} more" if len(names) > limit else "")
-    return f"{len(names)} {noun}{'' if len(names) == 1 else 's'} ({shown})"
+    shown = ", ".join(map(escaped, names[:limit])) + (f", and {len(names) - limit:,} more" if len(names) > limit else "")
+    return f"{counted(len(names), noun)} ({shown})"
 
 
 def read_names(path: Path) -> list[str]:
@@ -183,7 +183,7 @@ class ConvertedFile:
     def __str__(self) -> str:
         least, most = (choose(self.images, key=lambda of: of[1]) for choose in (min, max))
         total = sum(count for _, count in self.images)
-        made = f"{total:,} image{'' if total == 1 else 's'} of {len(self.images):,} class{'' if len(self.images) == 1 else 'es'}"
+        made = f"{counted(total, 'image')} of {counted(len(self.images), 'class')}"
         sides = [f"{count:,} ({escaped(name)})" for name, count in (least, most)]
         share = f"{least[1]:,}" if least[1] == most[1] else " to ".join(sides)
         lines = [f"{escaped(self.path)}: {made}, {share} per class"]

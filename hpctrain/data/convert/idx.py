@@ -124,7 +124,7 @@ def write(
     if pixels.ndim not in (3, 4) or targets.ndim != 1:
         raise DataError(f"{origin} hold arrays of {pixels.shape} and {targets.shape}; images must have 3 or 4 dims, labels 1.")
     if len(pixels) != len(targets):
-        raise DataError(f"{origin} hold {len(pixels)} images and {len(targets)} labels; the numbers must be equal.")
+        raise DataError(f"{origin} hold {len(pixels):,} images and {len(targets):,} labels; the numbers must be equal.")
     pixels = pixels if pixels.ndim == 4 else pixels[..., None]
     names = numbered_names(targets, origin) if class_names is None else class_names
     height, width, channels = pixels.shape[1:4]

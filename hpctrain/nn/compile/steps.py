@@ -23,7 +23,11 @@ from hpctrain.nn.compile.plan import Action, Actions, PlannedStep
 
 @runtime_checkable
 class SelfMade(Protocol):
-    """Spec that makes its own operator, which works on plain memory (a user-defined layer, a halo exchange)."""
+    """Spec that makes its own operator, which works on plain memory (a user-defined layer, a halo exchange).
+
+    A spec whose operators are `AnyArrays` has the attribute `any_arrays` with the value True. The operators of other specs
+    compute bfloat16 in float32 between rounded copies.
+    """
 
     def operator(self, inputs: tuple[TensorSpec, ...], *, training: bool) -> Operator: ...
 
@@ -139,12 +143,12 @@ def _make_operator(
 
 def _self_made(spec: SelfMade, inputs: tuple[TensorSpec, ...], kernels: KernelSet, training: bool) -> Operator:
     plain = tuple(x.plain() for x in inputs)
+    if kernels.arithmetic.on_host and plain[0].dtype == BFLOAT16.name and not getattr(spec, "any_arrays", False):
+        # NumPy code of users does not know bfloat16.
+        return rounded(lambda *floats: spec.operator(floats, training=training), plain, training=training)
     operator = spec.operator(plain, training=training)
     if isinstance(operator, AnyArrays):
         operator.use(kernels.arithmetic)
-    elif kernels.arithmetic.on_host and plain[0].dtype == BFLOAT16.name:
-        # NumPy code of users does not know bfloat16, so it computes in float32 between rounded copies.
-        operator = rounded(lambda *floats: spec.operator(floats, training=training), plain, training=training)
     elif not kernels.arithmetic.on_host:
         raise BackendError(
             f"The layer's code computes with NumPy, but arrays of backend {kernels.name} are not on the host; "
