@@ -166,9 +166,8 @@ def _fitted(timings: Sequence[Timing], *, by_bytes: bool) -> list[float]:
 
 def _parts(work: OperatorWork, *, by_bytes: bool) -> tuple[int, int, int, int, int]:
     """Return the amounts of the parts of `_fitted`."""
-    amount = work.bytes if by_bytes else work.flops
-    plain, winograd = (0, amount) if work.by_winograd else (amount, 0)
-    return 1, plain, work.weight_bytes, work.transposed_bytes, winograd
+    amount = work.bytes if by_bytes else 0 if work.winograd_flops else work.flops
+    return 1, amount, work.weight_bytes, work.transposed_bytes, work.winograd_flops
 
 
 def _timings(

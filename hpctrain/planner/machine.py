@@ -49,7 +49,7 @@ class OperatorRate:
             other bytes.
         transposed_bytes_per_second: bytes read and written per second by transposing copies of weights, for inputs' gradients;
             None: as other bytes.
-        winograd_flops_per_second: operations per second of convolutions by Winograd; None: as other operations.
+        winograd_flops_per_second: operations per second of convolutions by Winograd; None: as long as direct convolutions.
     """
 
     flops_per_second: float

@@ -81,7 +81,7 @@ class RateFields(Section):
         default=None, gt=0, description="Number of bytes per second of transposing copies of weights; null: as other bytes."
     )
     winograd_flops_per_second: Number | None = Field(
-        default=None, gt=0, description="Number of operations per second by Winograd; null: as other operations."
+        default=None, gt=0, description="Number of operations per second by Winograd; null: as long as direct convolutions."
     )
 
     def rate(self) -> OperatorRate:

@@ -173,7 +173,7 @@ class OperatorWork:
         weight_bytes: bytes of weights, or of their gradients, that a convolution or linear layer reads or writes. If the kernel
             uses a copy in another format, these are the bytes that copying reads and writes.
         transposed_bytes: bytes that copying reads and writes for the kernel of an input's gradient, which transposes weights.
-        by_winograd: whether a convolution computes by Winograd.
+        winograd_flops: number of operations by Winograd, if the kernel computes so; `flops` is that of a direct kernel.
     """
 
     kind: OperatorClass
@@ -181,7 +181,7 @@ class OperatorWork:
     bytes: int
     weight_bytes: int = 0
     transposed_bytes: int = 0
-    by_winograd: bool = False
+    winograd_flops: int = 0
 
     @property
     def is_nothing(self) -> bool:
@@ -198,8 +198,10 @@ class OperatorWork:
             if speed is not None:
                 n_bytes -= amount
                 seconds += amount / speed
-        winograd = rate.winograd_flops_per_second if self.by_winograd else None
-        return seconds + max(self.flops / (winograd or rate.flops_per_second), n_bytes / rate.bytes_per_second)
+        flops_seconds = self.flops / rate.flops_per_second
+        if self.winograd_flops and rate.winograd_flops_per_second is not None:
+            flops_seconds = self.winograd_flops / rate.winograd_flops_per_second
+        return seconds + max(flops_seconds, n_bytes / rate.bytes_per_second)
 
 
 def class_of(spec: Spec | None) -> OperatorClass:
@@ -240,14 +242,9 @@ def work_of(step: PlannedStep, action: Action, memory: StepMemory | None = None)
     share, copied_bytes = operator.winograd_shares[phase], operator.copied_bytes[phase]
     of_weights = copied_bytes or _weight_bytes(step, spec)
     transposed_bytes = copied_bytes if action is Action.INPUT else 0
-    return OperatorWork(
-        kind,
-        round(flops * (share or 1.0)),
-        n_bytes + of_weights,
-        of_weights - transposed_bytes,
-        transposed_bytes,
-        by_winograd=share is not None,
-    )
+    winograd_flops = 0 if share is None else round(flops * share)
+    weight_bytes = of_weights - transposed_bytes
+    return OperatorWork(kind, flops, n_bytes + of_weights, weight_bytes, transposed_bytes, winograd_flops)
 
 
 def _forward_bytes(step: PlannedStep, spec: Spec | None) -> int:

@@ -170,8 +170,8 @@ def test_copies_of_weights_and_fewer_operations_of_kernels_count(monkeypatch: py
     monkeypatch.setattr(step.operator, "winograd_shares", (0.5, None, 0.125))
     after = [work_of(step, action, plan.memory[k]) for action in actions]
     assert [(work.weight_bytes, work.transposed_bytes) for work in after] == [(1000, 0), (200, 0), (0, 30)]
-    assert [work.flops / one.flops for work, one in zip(after, before, strict=True)] == [0.5, 1.0, 0.125]
-    assert [work.by_winograd for work in after] == [True, False, True]
+    assert [work.winograd_flops / work.flops for work in after] == [0.5, 0.0, 0.125]
+    assert [work.flops for work in after] == [work.flops for work in before]
     of_weights = [work.weight_bytes + work.transposed_bytes for work in after]
     assert [work.bytes - one for work, one in zip(after, of_weights, strict=True)] == [one.bytes - weight_bytes for one in before]
 
@@ -183,8 +183,8 @@ def test_weights_and_winograd_take_their_own_time_if_their_rates_are_known() -> 
     assert work.seconds(replace(plain, weight_bytes_per_second=1e8)) == pytest.approx(1e-3 + 2e-2 + 3e-3)
     both = replace(plain, weight_bytes_per_second=1e8, transposed_bytes_per_second=1e7, winograd_flops_per_second=1e9)
     assert work.seconds(both) == pytest.approx(1e-3 + 2e-2 + 1e-1 + 2e-3)
-    assert replace(work, by_winograd=True).seconds(both) == pytest.approx(1e-3 + 2e-2 + 1e-1 + 1e-2)
-    assert replace(work, by_winograd=True).seconds(plain) == work.seconds(plain)
+    assert replace(work, winograd_flops=5 * 10**6).seconds(both) == pytest.approx(1e-3 + 2e-2 + 1e-1 + 5e-3)
+    assert replace(work, winograd_flops=5 * 10**6).seconds(plain) == work.seconds(plain)
     assert work.seconds(both.scaled(4)) == pytest.approx(work.seconds(both) / 4)
 
 

@@ -255,11 +255,11 @@ def _calls(kind: OperatorClass) -> list[OperatorWork]:
         return [OperatorWork(kind, 0, n_bytes) for n_bytes in (100, 20_000, 3_000_000, 90_000_000)]
     convolution = plain is OperatorClass.CONVOLUTION
     return [
-        OperatorWork(kind, flops, 100 + of_weights + transposed, of_weights, transposed, by_winograd)
+        OperatorWork(kind, flops, 100 + of_weights + transposed, of_weights, transposed, winograd_flops)
         for flops in (900_000, 20_000_000, 500_000_000)
         for of_weights in (1_000, 400_000, 9_000_000)
         for transposed in ((0, 300_000, 8_000_000) if convolution else (0,))
-        for by_winograd in ((False, True) if convolution else (False,))
+        for winograd_flops in ((0, flops // 2) if convolution else (0,))
     ]
 
 
