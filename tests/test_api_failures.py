@@ -70,7 +70,7 @@ def autopsy(folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("through_mpi4py", [True, False])
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_an_error_of_one_rank_ends_the_job_with_its_traceback_once(

@@ -42,6 +42,7 @@ def case(test: str, marks: Mapping[str, tuple[object, ...]] | None = None, **par
 
 CASES = [
     *(case("test_product", a=a, b=b) for a, b in product(range(6), "uvwxy")),
+    *(case("test_slow", {"slow": ()}, a=a, b=b) for a, b in product(range(6), "uvwxy")),
     *(case("test_costly", {"sample": (2,), "once_failed": ("3",)}, a=a) for a in range(9)),
     *(case("test_small", a=a) for a in range(9)),
     case("test_long", {"thorough": ()}),
@@ -66,10 +67,11 @@ def choose(monkeypatch: pytest.MonkeyPatch) -> Choose:
 
 def test_a_large_product_is_covered_and_a_costly_test_sampled(choose: Choose) -> None:
     names = choose("usual")
-    of_product = {name for name in names if name.startswith("test_product")}
-    assert LARGE <= len(of_product) < 30
-    assert all(any(f"[{a}-" in name for name in of_product) for a in range(6))
-    assert all(any(f"-{b}]" in name for name in of_product) for b in "uvwxy")
+    for test, least, most in (("test_product", LARGE, 29), ("test_slow", 6, 11)):  # 11 cases have one new value each
+        of_product = {name for name in names if name.startswith(test)}
+        assert least <= len(of_product) <= most
+        assert all(any(f"[{a}-" in name for name in of_product) for a in range(6))
+        assert all(any(f"-{b}]" in name for name in of_product) for b in "uvwxy")
     costly = {name for name in names if name.startswith("test_costly")}
     assert len(costly) == 3
     assert "test_costly[3]" in costly

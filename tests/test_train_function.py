@@ -10,7 +10,7 @@ import signal
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +86,6 @@ def process_state() -> dict[str, object]:
     signals = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
     logger = logging.getLogger("hpctrain")
     return {
-        "threads": sorted(thread.name for thread in threading.enumerate()),
         "signals": (signals, signal.pthread_sigmask(signal.SIG_BLOCK, ())),
         "log": (list(logger.handlers), logger.level, logger.propagate),
         "environment": dict(os.environ),
@@ -96,16 +95,21 @@ def process_state() -> dict[str, object]:
 def open_files() -> Counter[str]:
     """Return the open files of this process by path. An exception holds files until it is collected."""
     gc.collect()
-    return Counter(os.readlink(link) for link in Path("/proc/self/fd").iterdir() if link.exists())
+    paths = []
+    for link in Path("/proc/self/fd").iterdir():
+        with suppress(FileNotFoundError):  # closed meanwhile
+            paths.append(os.readlink(link))
+    return Counter(paths)
 
 
 @contextmanager
 def leaving_no_trace() -> Iterator[None]:
-    """Assert that the block restores this process. Files of earlier tests may be closed meanwhile."""
-    before, files = process_state(), open_files()
+    """Assert that the block restores this process. Files and threads of earlier tests may end meanwhile."""
+    files, threads, before = open_files(), {*threading.enumerate()}, process_state()
     yield
     assert process_state() == before
     assert not open_files() - files
+    assert not {*threading.enumerate()} - threads
 
 
 def test_a_call_returns_what_the_run_recorded_and_leaves_no_trace(config: dict[str, Any]) -> None:

@@ -115,7 +115,8 @@ def doctor(
     """
     launcher = detect(os.environ)
     read = None if file is None else partial(load_config, file, overrides)
-    rank = DoctorRank(launcher, read, run_directory, strict, as_json, seconds, age_seconds() - queued_seconds())
+    queued = queued_seconds()  # before the age, which then contains all these waits
+    rank = DoctorRank(launcher, read, run_directory, strict, as_json, seconds, age_seconds() - queued)
 
     def work(notebook: Notebook) -> int:
         with job_ends_on_error(rank.rank, rank.abort):

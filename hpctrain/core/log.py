@@ -74,11 +74,13 @@ class RankLog(logging.Handler):
                 time.sleep(_LOOK_SECONDS)
 
     def close(self) -> None:
-        """Write the buffered lines, and log the number of lines that could not be written. May be called twice."""
+        """Write the buffered lines, end the thread, and log the number of lines that were not written. May be called twice."""
         if not self._closed:
             self.flush()
             self._closed = True
             self._wake.set()
+            if self._thread is not None and self._thread is not threading.current_thread():
+                self._thread.join(_LAST_SECONDS)
             lost = len(self._waiting) + self._dropped
             if self._path is not None and lost:
                 _log.warning("%s of %s could not be written and are lost.", counted(lost, "line"), self._path)

@@ -461,7 +461,7 @@ class Watching(NumpyKernelSet):
         return operator
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("ranks", [1, 3])
 @pytest.mark.parametrize("strategy", [Blocking, Bucketed, Lazy, Overlap, Priority, Sharded])
 def test_shadows_are_fresh_in_every_forward_pass(strategy: type, ranks: int) -> None:
@@ -544,7 +544,7 @@ def _swapped(comm: ThreadCommunicator, averager: str) -> dict[str, list[np.ndarr
     return {name: [*arrays, averages[name].reshape(arrays[0].shape)] for name, arrays in found.items()}
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5])
 @pytest.mark.parametrize("averager", ["sharded", "blocking", "overlap", "priority", "lazy", "sparse"])
 def test_a_swap_brings_the_average_a_second_one_the_weights_and_a_copy_ends_the_difference(averager: str, ranks: int) -> None:
@@ -604,7 +604,7 @@ def _assert_same(a: CheckpointContent, b: CheckpointContent) -> None:
         assert a.tensors[name].tobytes() == tensor.tobytes(), name
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("case", CASES)

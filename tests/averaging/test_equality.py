@@ -76,7 +76,7 @@ def test_float64_equals_blocking(strategy: str, optimizer: str) -> None:
             assert np.linalg.norm(data - alone) <= 1e-10 * np.linalg.norm(alone)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_no_schedule_of_messages_changes_a_bit(strategy: str) -> None:
@@ -95,7 +95,7 @@ SLICED: dict[str, tuple[type[Strategy], dict[str, object]]] = {
 }
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["nesterov", "lars, clipping"])
 @pytest.mark.parametrize("strategy", SLICED)
@@ -126,7 +126,7 @@ def test_large_slices_may_travel_in_parts(monkeypatch: pytest.MonkeyPatch) -> No
             assert np.linalg.norm(data - _alone("clipping")) <= 1e-10 * np.linalg.norm(data)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_float32_is_as_near_to_float64_as_blocking(strategy: str) -> None:
@@ -161,7 +161,7 @@ class _WithRowTraffic(Watched):
         super()._look()
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("grid", [(2, 2), (3, 2), (2, 3)], ids=str)
 @pytest.mark.parametrize("strategy", ["sharded, exchange", "priority", "priority, exchange"])
@@ -194,7 +194,7 @@ def _run_on_nodes(
     return run_virtual(ranks, program, seed=seed)
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("strategy", IN_LEVELS)
@@ -205,7 +205,7 @@ def test_two_levels_equal_blocking(strategy: str, optimizer: str) -> None:
             assert np.linalg.norm(data - alone) <= 1e-10 * np.linalg.norm(alone)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("optimizer", "nodes", "seeds"),
@@ -336,7 +336,7 @@ def _train_and_save(strategy: str, ranks: int, steps: range, stored: Stored | No
     return run_virtual(ranks, program, seed=ranks)
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", [*STRATEGIES, "blocking"])
 def test_training_goes_on_with_other_ranks(strategy: str) -> None:
@@ -371,7 +371,7 @@ def test_owners_share_all_elements_out(strategy: str, ranks: int) -> None:
     assert [i for begin, end in covered for i in range(begin, end)] == list(range(make_group().size))
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_memory_does_not_grow_with_steps(strategy: str) -> None:
@@ -468,7 +468,7 @@ def many_passes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("many_passes")
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("options", [EXCHANGE, ("averager=priority", "grid=1x2", "window=1"), ("grid=1x2", "optimizer=lars")])
 def test_replicas_are_those_of_one_rank(options: tuple[str, ...]) -> None:
     assert combinations.run(parsed(["posting=thread", *options])) <= combinations.TOLERANCE

@@ -87,7 +87,7 @@ def _by_hand(front: tuple[str, ...], check_every: int, most: int, momentum: floa
         yield dict(p), interval
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("options", [{"check_every": 1, "max_interval": 8}, {"check_every": 2, "max_interval": 2}], ids=str)
 @pytest.mark.parametrize(("layers", "front"), [(1, ("a.weight", "a.bias")), (2, ("a.weight", "a.bias", "s.scale"))])
 def test_lazy_averaging_follows_the_rule_of_the_paper(layers: int, front: tuple[str, ...], options: dict[str, int]) -> None:
@@ -107,7 +107,7 @@ def test_lazy_averaging_follows_the_rule_of_the_paper(layers: int, front: tuple[
         run_virtual(ranks, program, seed=seed)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(("optimizer", "check_every"), [("sgd", 3), ("nesterov", 1), ("clipping", 1), ("lars, clipping", 2)])
 def test_any_number_of_ranks_is_equally_lazy(optimizer: str, check_every: int) -> None:

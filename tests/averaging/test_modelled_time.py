@@ -94,7 +94,7 @@ def _reached(wire_share: float, seconds: float) -> float:
     return COMPUTE_SECONDS * max(1.0, wire_share) / seconds
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("wire_share", [0.3, 0.6, 1.0, 1.5, 3.0])
@@ -102,7 +102,7 @@ def test_the_default_comes_near_the_limit_at_every_bandwidth(wire_share: float, 
     assert _reached(wire_share, _step_seconds(Sharded, wire_share, ranks, fc_exchange="never", bucket_bytes=2000)) >= 0.9
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("wire_share", [0.3, 0.6, 1.0, 1.5, 3.0])
 def test_strategies_rank_as_their_costs_say(wire_share: float) -> None:
@@ -125,7 +125,7 @@ def test_gathers_under_backward_pay_where_compute_and_wire_are_equal() -> None:
     assert planned < 0.95 * bottom_up
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("wire_share", [0.6, 1.0, 1.5])
 @pytest.mark.parametrize(

@@ -73,7 +73,7 @@ def _train(name: str, ranks: int, seed: int | None = None, dtype: str = "float64
     return run_virtual(ranks, program, seed=seed)
 
 
-@pytest.mark.sample(7)
+@pytest.mark.sample(4)
 @pytest.mark.slow
 @pytest.mark.parametrize(("wire", "nodes"), list(product(ROUNDED, [None, (0, 1, 0, 1), (0, 0, 0, 1, 1, 1)])))
 @pytest.mark.parametrize("name", ALL)
@@ -105,7 +105,7 @@ def test_a_schedule_knows_the_bytes_that_communicators_count(
         assert tuple(counted for counted, _ in results) == expected
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("wire", ROUNDED)
 @pytest.mark.parametrize("name", ALL)
@@ -319,7 +319,7 @@ def _fixed_gradients(averager: GradientAverager, steps: range) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("optimizer", "dtype"), [("nesterov", "float32"), ("lars, clipping", "float32"), ("nesterov", "float64")]
 )

@@ -83,7 +83,7 @@ def _check(nodes: Sequence[int], results: list[tuple[np.ndarray, CollectiveSched
         np.testing.assert_allclose(data, expected, rtol=0, atol=1e-12)
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [None, 1])
 @pytest.mark.parametrize("nodes", PLACES.values(), ids=PLACES)

@@ -170,7 +170,7 @@ def test_a_grid_with_split_layers_equals_one_process(grid: tuple[int, int], stra
                 assert np.linalg.norm(found[name] - expected) <= 1e-10 * max(1e-3, np.linalg.norm(expected)), (rank, name)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["clip", "lars, clip"])
 @pytest.mark.parametrize("strategy", GRID_STRATEGIES)

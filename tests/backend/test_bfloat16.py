@@ -140,7 +140,7 @@ def assert_one_rounding(found: Result, exact: Result, float32: set[str], what: s
         assert worst <= 1.0, f"{name} of {what} differs by {worst:.3g} times one rounding"
 
 
-@pytest.mark.sample(60)
+@pytest.mark.sample(20)
 @pytest.mark.parametrize("seed", range(400))
 def test_results_of_random_operations_are_rounded_once(kernels: KernelSet, seed: int) -> None:
     """No sum is in bfloat16, and no result is rounded twice. Two tensors of one call share no part of scratch."""
@@ -268,6 +268,7 @@ ARENAS = {
 
 
 @pytest.mark.slow
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("task", ARENAS, ids=str)
 def test_training_in_bfloat16_takes_nearly_half_of_the_memory(task: tuple[str, int, int]) -> None:
     """Activations are not in float32, and float32 scratch does not take the memory that they save."""

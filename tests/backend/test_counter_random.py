@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpctrain.backend import counter_random as cr
+from tests.support.sampling import amount
 
 ONES = 0xFFFFFFFF
 # Known answers of Philox4x32-10 published with the Random123 library: (key, counter, words).
@@ -77,7 +78,7 @@ def test_key_does_not_depend_on_the_process():
 @given(
     st.integers(0, 37), st.integers(0, 37), st.lists(st.integers(0, 6), max_size=6), st.lists(st.integers(0, 400), max_size=30)
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=amount(30, 60), deadline=None)
 def test_any_split_draws_its_part_of_one_mask(start, length, samples, scattered):
     stream = cr.key("mask", 3)
     whole = cr.keep_mask(stream, np.arange(7), range(401), 0.4)

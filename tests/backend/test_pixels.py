@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from hpctrain.backend.pixels import WINDOW, PixelBatch, Resampling, most_taps, resized, taps
+from tests.support.sampling import amount
 
 cv2 = pytest.importorskip("cv2")  # which a GPU machine may lack
 
@@ -67,7 +68,7 @@ def _opencv(image: np.ndarray, height: int, width: int) -> np.ndarray:
 
 
 @given(LENGTHS, LENGTHS, LENGTHS, LENGTHS, CHANNELS, st.integers(0, 2**20))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=amount(50, 150), deadline=None)
 def test_filtered_ways_are_pillows(height: int, width: int, made_height: int, made_width: int, channels: int, seed: int) -> None:
     image = _image(seed, height, width, channels)
     made = resized(image, (made_height, made_width), interpolates=False)
@@ -75,7 +76,7 @@ def test_filtered_ways_are_pillows(height: int, width: int, made_height: int, ma
 
 
 @given(LENGTHS, LENGTHS, st.integers(0, 60), st.integers(0, 60), CHANNELS, st.integers(0, 2**20))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=amount(50, 150), deadline=None)
 def test_ways_that_grow_are_opencvs(height: int, width: int, more_rows: int, more_columns: int, channels: int, seed: int) -> None:
     image = _image(seed, height, width, channels)
     size = height + more_rows, width + more_columns
@@ -83,7 +84,7 @@ def test_ways_that_grow_are_opencvs(height: int, width: int, more_rows: int, mor
 
 
 @given(LENGTHS, LENGTHS, LENGTHS, LENGTHS, CHANNELS, st.integers(0, 2**20))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=amount(50, 150), deadline=None)
 def test_one_way_may_shrink_and_one_grow(
     height: int, width: int, made_height: int, made_width: int, channels: int, seed: int
 ) -> None:

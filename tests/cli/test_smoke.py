@@ -48,7 +48,7 @@ deadline_seconds: 30
 
 
 @pytest.mark.slow
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", NAMES)
 def test_every_configuration_passes_without_data(name: str, tmp_path: Path) -> None:
     narrow = [f"model.width={NARROW[name]}"] if name in NARROW else []

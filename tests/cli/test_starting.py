@@ -381,7 +381,7 @@ _DEADLINE_SECONDS = 120
 
 @pytest.mark.job
 @pytest.mark.slow
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("name", "through_mpi4py"), _ENDS)
 def test_the_job_ends_and_says_why_once(tmp_path: Path, name: str, through_mpi4py: bool) -> None:
     [fault] = [fault for fault in faults.FAULTS if fault.name == name]

@@ -55,6 +55,7 @@ from hpctrain.training.metrics import RunningSums
 from tests.planner.test_computation_costs import MACHINE
 from tests.run.test_planned_runs import grid_task as task
 from tests.support import predictions
+from tests.support.sampling import amount
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -128,7 +129,7 @@ def by_rank(classes: Sequence[Mapping[str, Any]], values: Sequence[Any]) -> list
 
 
 @given(numbers=st.lists(st.integers(0, 40), min_size=1, max_size=30), ordered=st.booleans())
-@settings(max_examples=100)
+@settings(max_examples=amount(33, 100))
 def test_ranges_contain_the_numbers_in_their_order(numbers: list[int], ordered: bool) -> None:
     """No range ends one number early or late, or loses the order in which a schedule has its ranks."""
     numbers = sorted(numbers) if ordered else numbers

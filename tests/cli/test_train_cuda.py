@@ -255,7 +255,7 @@ PINNED = {
 }
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("options", PINNED.values(), ids=PINNED)
 def test_a_run_has_the_pinned_memory_of_its_plan(run: Run, folder: Path, options: list[str]) -> None:
     """In integers, of the rank that has most of it: mirrors by the schedule, and the ring of batches."""

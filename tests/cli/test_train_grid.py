@@ -90,7 +90,7 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", GRIDS)
 def test_a_plan_trains_as_one_process(folder: Path, name: str) -> None:
     ranks, options, both = GRIDS[name]

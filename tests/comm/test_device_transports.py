@@ -74,7 +74,7 @@ def test_operations_bring_what_they_bring_on_the_host(
         run_virtual(ranks, program, seed=seed)
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("seed", range(20))
 def test_many_on_their_way_at_once(way: Transport, seed: int, emulated_device: EmulatedDeviceFactory) -> None:
@@ -111,7 +111,7 @@ def test_groups_of_a_communicator_reach_the_device_too(way: Transport, emulated_
     run_virtual(4, program, ranks_per_node=2)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("seed", range(4))
 def test_two_levels_reach_the_device(way: Transport, seed: int, emulated_device: EmulatedDeviceFactory) -> None:
@@ -176,7 +176,7 @@ def _drive(flying: list[Handle], times: int) -> list[Handle]:
     return left
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("seed", range(10))
 def test_stages_within_nodes_have_one_order(seed: int, emulated_device: EmulatedDeviceFactory) -> None:
     run_virtual(4, lambda comm: _mixed(comm, emulated_device(seed + comm.rank), seed), seed=seed, ranks_per_node=2)

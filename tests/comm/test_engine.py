@@ -18,6 +18,7 @@ from hpctrain.core.text import place
 from hpctrain.flight.recorder import FlightRecorder
 from hpctrain.launch.process_end import DEADLINE
 from hpctrain.trace.tracer import Category, Tracer
+from tests.support.sampling import amount
 
 
 class Countdown:
@@ -57,7 +58,7 @@ def _never() -> bool:
 
 
 @pytest.mark.slow
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=amount(30, 60), deadline=None)
 @given(st.randoms(use_true_random=False), st.integers(1, 4), st.one_of(st.none(), st.integers(1, 3)))
 def test_any_program_runs_in_posting_order_after_its_dependencies(chance: random.Random, queues: int, window: int | None) -> None:
     engine = _engine()

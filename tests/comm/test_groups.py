@@ -92,7 +92,7 @@ def _gather(comm: Communicator, counts: list[int], seed: int, in_place: bool) ->
     return comm.iallgather(None if in_place else mine, received, counts), received, whole
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("nodes", PLACEMENTS)
 def test_many_operations_at_once_return_what_one_level_returns(nodes: tuple[int, ...]) -> None:
@@ -616,7 +616,7 @@ class Time:
         return read
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("ranks", [2, 3, 5])
 @pytest.mark.parametrize("seed", range(6))
 def test_an_offset_is_true_to_within_its_bound(ranks: int, seed: int) -> None:

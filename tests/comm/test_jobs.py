@@ -43,7 +43,7 @@ def test_a_job_that_ends_well_returns_zero(job: Job) -> None:
 
 
 @pytest.mark.mpi_differs
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("ranks", "end"),
     [

@@ -203,7 +203,7 @@ def _failing(engine: ProgressEngine, event: LocalEvent) -> tuple[Ticket, OSError
     return engine.queue(SingleCommunicator()).post(fail, "failing", [event]), failure
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("place", ["poll", "wait", "wait for a handle", "end of the block"])
 def test_an_error_in_a_start_reaches_the_program_as_it_is_and_once(place: str) -> None:
     engine = _engine()
@@ -344,7 +344,7 @@ def test_what_the_thread_does_is_recorded_next_to_the_program() -> None:
     assert len(events.of(Category.WORK)) > 0
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("seed", range(20))
 def test_any_program_posts_in_order_whatever_thread_starts_an_operation(seed: int) -> None:
     """Real threads, with the interpreter's switches as often as it can."""

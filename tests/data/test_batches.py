@@ -417,7 +417,7 @@ def through_levels(case, folder):
 
 
 @pytest.mark.slow
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("level", "fill", "prefetch", "jobs"), TABLE, ids=lambda value: None if isinstance(value, tuple) else str(value)
 )

@@ -282,7 +282,7 @@ def test_a_box_of_channels_and_an_empty_box(make_file):
 
 
 @pytest.mark.slow
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("specs", [SPECS, [("random_resized_crop", {"size": 6}), ("flip", {})], [("random_erasing", {})]])
 @pytest.mark.parametrize("prefetch", [0, 2])
 @pytest.mark.parametrize("ranks", [1, 3])

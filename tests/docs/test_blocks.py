@@ -246,7 +246,8 @@ def test_commands_exist(block: Block, monkeypatch: pytest.MonkeyPatch) -> None:
         kind_of(words).check(words, monkeypatch)
 
 
-# Real trainings, as small as they go: the page's own line, with these after it, on at most two ranks.
+# Real trainings, as small as they go: the page's own line, with these after it, on at most two ranks. A plan is for at most
+# eight, because tests of the planner search for more.
 _SMALL = ("model.width=0.25", "batch=16", "evaluate.batch=16")
 _STEPS = ("--steps", "2")
 _MOST_RANKS = 2
@@ -259,6 +260,9 @@ def run(words: list[str], folder: Path, start: Start) -> None:
         arguments = [*arguments[:2], *_SMALL, *arguments[2:]]
     if arguments[0] == "train" and "--smoke" not in arguments:  # which is short by itself
         arguments += _STEPS
+    if arguments[0] == "plan" and "--ranks" in arguments:
+        place = arguments.index("--ranks") + 1
+        arguments[place] = ",".join(dict.fromkeys(re.sub(r"\d{2,}", "8", arguments[place]).split(",")))
     if arguments[0] in ("train", "eval", "predict"):  # which end their process
         outcome = start(min(ranks, _MOST_RANKS), ["-m", "hpctrain", *arguments], cwd=folder)
         assert outcome.code == 0, f"{shlex.join(words)}\n{outcome.output}"

@@ -236,7 +236,7 @@ def _one_by_one(network: Network, batches: Sequence[int]) -> tuple[dict[tuple[in
 
 
 @pytest.mark.slow
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("kernels", [NumpyKernelSet, OnednnKernelSet])
 @pytest.mark.parametrize("model", ["residual", "vgg"])
 @pytest.mark.parametrize("batches", [(3, 3, 3, 3), (4, 3), (2, 1, 0), (5,)])

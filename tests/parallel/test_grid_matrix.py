@@ -35,7 +35,7 @@ SAMPLE = [
 ]
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.slow
 @pytest.mark.parametrize(("net", "grid", "kind"), SAMPLE, ids=str)
 def test_five_steps_of_a_whole_network(net: str, grid: tuple[int, int], kind: str) -> None:
@@ -82,7 +82,7 @@ def test_micro_batches(kind: str, micro_batches: int, grid: tuple[int, int]) -> 
         assert compare(result, expected).largest <= TOLERANCE
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["batch", "domain", "model", "mixed"])
 def test_a_batch_smaller_than_the_ranks(kind: str) -> None:
@@ -100,7 +100,7 @@ def _residual(rows: int, cols: int, use: str, *, synchronised: bool) -> Task:
     return Task(model, NumpyKernelSet(), partial(Sgd, momentum=0.9), samples=12, batch=12, steps=4, plan=plan)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("use", ["domain", "model"])
 @pytest.mark.parametrize("rows", [2, 3])
@@ -123,7 +123,7 @@ def _train(task: Task, comm: ThreadCommunicator) -> Result:
     return train(task, comm, virtual_engine(comm), Blocking)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("kernels", [NumpyKernelSet, OnednnKernelSet])
 @pytest.mark.parametrize(
@@ -178,7 +178,7 @@ def _expected(net: str) -> Result:
     return alone(_task(net))
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("grid", SPLIT_GRIDS, ids=str)
 @pytest.mark.parametrize("strategy", ["blocking", *STRATEGIES])
@@ -205,7 +205,7 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["blocking", *STRATEGIES])
 def test_a_rank_without_a_part_of_a_split_layer_holds_up_no_other(strategy: str) -> None:

@@ -149,7 +149,7 @@ def _check_adjoint(passes: list[Pass], accumulate: bool) -> None:
     assert forward == pytest.approx(backward, rel=1e-11, abs=1e-11)
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [None, 1])
 @pytest.mark.parametrize("early", [False, True])
@@ -317,7 +317,7 @@ def _results(spec: RedistributeSpec | ReduceScatterSpec, kernels: KernelSet, dty
     return [*found, np.array(arithmetic.to_host(grads[0]))]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -628,7 +628,7 @@ _COUNTED = {
 }
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "grid", "overlapped"),

@@ -87,7 +87,7 @@ KINDS = {(3, 1): ("batch", "model", "domain", "mixed", "overlapped"), (2, 2): ("
 CASES = [(name, *grid, kind) for name in MODELS for grid, kinds in KINDS.items() for kind in kinds]
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "rows", "cols", "kind"), CASES)
 def test_words_of_every_layer_and_rank_are_those_of_a_step(
@@ -147,7 +147,7 @@ def by_entry(found: PlanReport) -> dict[tuple[int, str, str], int]:
     return {key: size for key, size in total.items() if size}
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["domain", "model", "mixed"])
 @pytest.mark.parametrize("name", ["vgg", "resnet"])

@@ -138,7 +138,7 @@ def counting(monkeypatch: pytest.MonkeyPatch) -> threading.local:
     return here
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.slow
 @pytest.mark.parametrize(("rows", "cols"), GRIDS)
 def test_the_bytes_of_a_plan_are_those_of_a_step(rows: int, cols: int, counting: threading.local) -> None:

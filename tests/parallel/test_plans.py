@@ -60,6 +60,7 @@ from hpctrain.parallel.sharding_rules import (
 from tests.support import nets
 from tests.support.distributed import Double
 from tests.support.planned import job_of
+from tests.support.sampling import amount
 from tests.support.training import Task
 
 
@@ -421,7 +422,7 @@ def _windows(draw: st.DrawFn) -> tuple[int, int, int, int, tuple[int, int]]:
     return size, kernel, dilation, draw(st.integers(1, 3)), padding
 
 
-@settings(max_examples=400)
+@settings(max_examples=amount(133, 400))
 @given(_windows(), st.integers(1, 8), st.booleans())
 def test_what_is_read_is_what_the_taps_touch(
     found: tuple[int, int, int, int, tuple[int, int]], ranks: int, ceil_mode: bool

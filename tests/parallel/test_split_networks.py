@@ -264,7 +264,7 @@ def _layer_trial(seed: int) -> tuple[random.Random, Layer, tuple[int, int, int]]
         return chance, model, shape
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(TESTS))
 def test_random_layers_equal_one_rank(part: int) -> None:
@@ -351,7 +351,7 @@ def _matches(model: Layer, name: str, pattern: str) -> bool:
     return isinstance(model.children()[name], Residual) == pattern.endswith(".*")
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(NETWORK_TESTS))
 def test_random_networks_equal_one_rank(part: int) -> None:
@@ -459,7 +459,7 @@ def test_what_must_be_read_is_what_the_program_takes(use: Parallelism) -> None:
     run_virtual(4, program)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("net", ["plain", "residual"])
 @pytest.mark.parametrize("use", Parallelism)

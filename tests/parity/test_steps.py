@@ -36,7 +36,7 @@ IDS = np.array([4, 0, 17, 3, 9, 2])
 
 
 @pytest.mark.slow
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", MODELS)
 def test_step_equals_torch(name: str) -> None:
     width = WIDTHS.get(name, 1.0)

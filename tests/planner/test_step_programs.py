@@ -311,7 +311,7 @@ def test_a_cycle_of_lazy_has_the_bytes_of_its_steps(
 
 
 @pytest.mark.slow
-@pytest.mark.sample(6)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("averager", "options"), ROUNDED, ids=lambda value: str(value))
 @pytest.mark.parametrize(("rows", "cols", "ranks_per_node"), [(1, 4, 2), (1, 3, None), (2, 2, 2), (2, 3, 2)])
 def test_bytes_of_short_messages_are_those_that_are_counted(

@@ -121,7 +121,7 @@ def expected(folder: Path) -> str:
 @pytest.mark.slow
 @pytest.mark.parametrize("prefetch", [0, 2])
 @pytest.mark.parametrize("limit", LIMITS)
-@pytest.mark.sample(6)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("ranks", "per_node"), [(1, None), (2, None), (4, 2), (3, 2), (4, 1)])
 def test_the_batches_are_the_same_bits(
     folder: Path, expected: str, ranks: int, per_node: int | None, limit: str, prefetch: int
@@ -142,7 +142,7 @@ def test_the_batches_are_the_same_bits(
 @pytest.mark.slow
 @pytest.mark.parametrize("prefetch", [0, 2])
 @pytest.mark.parametrize("limit", ["some", "all"])
-@pytest.mark.sample(6)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("ranks", "per_node"), [(1, None), (2, None), (4, 2), (3, 2), (4, 1), (5, 3)])
 def test_memory_that_is_filled_at_the_start_has_each_sample_read_once_by_the_job(
     folder: Path, expected: str, ranks: int, per_node: int | None, limit: str, prefetch: int
@@ -158,7 +158,7 @@ def test_memory_that_is_filled_at_the_start_has_each_sample_read_once_by_the_job
 @pytest.mark.slow
 @pytest.mark.parametrize("prefetch", [0, 2])
 @pytest.mark.parametrize("levels", LOCAL)
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("ranks", "per_node"), [(1, None), (2, None), (4, 2)])
 def test_a_local_copy_has_the_same_bits(
     folder: Path, tmp_path: Path, expected: str, ranks: int, per_node: int | None, levels: str, prefetch: int

@@ -104,7 +104,7 @@ def _matrix(evaluation: Evaluation | Judgement) -> np.ndarray:
 
 
 @pytest.mark.slow
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("grid", "sharded"), [*((grid, False) for grid in GRIDS if grid != "1"), ("1x3", True), ("mixed 2x2", True)]
 )
@@ -220,7 +220,7 @@ def _probabilities(answers: list[PredictedPicture]) -> np.ndarray:
 
 
 @pytest.mark.slow
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("grid", "flip"), [("1", False), ("1x3", True), ("domain 3x1", False), ("mixed 2x2", True)])
 def test_pictures_have_the_bits_of_the_evaluation(trained32: TrainedRun, grid: str, flip: bool, monkeypatch) -> None:
     """The evaluation's own scores, as they are counted, of images that the converter has decoded."""
@@ -257,7 +257,7 @@ def test_averaged_weights_predict_what_they_are_evaluated_with(trained32: Traine
 
 
 @pytest.mark.slow
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("grid", [grid for grid in GRIDS if grid != "1"])
 def test_any_grid_answers_in_order(trained32: TrainedRun, grid: str) -> None:
     files = tuple(sorted((trained32.folder / "test").rglob("*.*")))
@@ -270,7 +270,7 @@ def test_any_grid_answers_in_order(trained32: TrainedRun, grid: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("grid", "flip"), [("1", True), ("1x4", False), ("tiles 4x1", True)])
 def test_a_broken_picture_disturbs_no_other(trained32: TrainedRun, grid: str, flip: bool, tmp_path: Path) -> None:
     good = sorted((trained32.folder / "test").rglob("*.*"))[:3]

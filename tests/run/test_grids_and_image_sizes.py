@@ -36,6 +36,7 @@ from hpctrain.run.python_job import check_shape, mixing_of
 from hpctrain.run.smoke import EPOCHS, SIDE, STEPS, recipe_images, remove_run, short_schedule, shortened
 from hpctrain.training.passes import micro_batches_of
 from tests.support import nets
+from tests.support.sampling import amount
 
 CONFIG = Path(__file__).parents[2] / "configs" / "imagenet-vgg16.yaml"
 DOMAIN = ("model={name: vgg11, width: 0.05}", "plan.default=domain", "grid.rows=2")
@@ -249,7 +250,7 @@ def test_a_single_value_in_the_last_step_is_a_warning(overrides: list[str], rank
         assert "in the last step of each epoch" in found.warning
 
 
-@settings(max_examples=60)
+@settings(max_examples=amount(30, 60))
 @given(st.integers(1, 40), st.integers(1, 3), st.integers(1, 4), st.integers(1, 4))
 def test_the_samples_that_share_statistics_are_those_of_the_passes(samples: int, rows: int, cols: int, passes: int) -> None:
     """The prediction equals the passes that a training makes from the shares of its ranks."""

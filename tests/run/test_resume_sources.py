@@ -489,7 +489,7 @@ def _assert_nothing_is_lost(folder: Path, case: Case) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.sample(8)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("seed", range(40))
 def test_a_run_disturbed_in_any_way_keeps_what_an_undisturbed_one_keeps(folder: Path, seed: int, capsys) -> None:
     """Killed, rolled back, and gone on with from the newest checkpoint, from the best, and from any, as often as it comes."""

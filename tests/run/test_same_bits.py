@@ -287,7 +287,7 @@ def parting(*of: RunDirectory) -> SameBits:
     return bits
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "overrides",
     [

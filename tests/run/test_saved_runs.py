@@ -227,7 +227,7 @@ class Way:
 
 
 @pytest.mark.slow
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("readers", RANKS)
 @pytest.mark.parametrize("writers", RANKS)
 def test_any_ranks_go_on_from_what_any_others_wrote_in_the_background(
@@ -347,7 +347,7 @@ class History:
 
 
 @pytest.mark.slow
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("seed", range(20))
 def test_the_order_is_that_of_the_history(tmp_path: Path, seed: int) -> None:
     draw = random.Random(seed)
@@ -409,7 +409,7 @@ def _contents(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.slow
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("below", ["", "checkpoints"])
 def test_a_checkpoint_from_elsewhere_begins_a_new_run(

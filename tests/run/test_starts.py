@@ -59,6 +59,7 @@ from tests.support import nets
 from tests.support.jobs import Outcome
 from tests.support.run_in_process import prepare, train
 from tests.support.runs import _session
+from tests.support.sampling import amount
 
 CONFIG = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 
@@ -405,7 +406,7 @@ def test_a_bounded_part_of_a_file_is_read_and_what_cannot_be_read_is_unknown(inp
 
 
 # -- who is named ----------------------------------------------------------------------------------------------------------------
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=amount(30, 60), deadline=None)
 @given(values=st.lists(st.sampled_from([1, 2, 3, None]), min_size=1, max_size=7), partial=st.booleans())
 def test_the_ranks_apart_from_most_are_named(values: list[int | None], partial: bool) -> None:
     """The value None stands for a rank that has nothing to compare."""

@@ -174,7 +174,7 @@ _START_SECONDS = 40.0  # on a loaded machine
 
 @pytest.mark.job
 @pytest.mark.slow
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_faulty_job_ends_and_the_rank_is_named(tmp_path: Path, emulated_device: EmulatedDeviceFactory, name: str) -> None:
     [fault] = [fault for fault in FAULTS if fault.name == name]

@@ -24,6 +24,7 @@ from hpctrain.storage import weights_file
 from hpctrain.storage.hdf5_store import read_file as read_store
 from hpctrain.storage.hdf5_store import write_store
 from hpctrain.storage.weights_file import WeightsFile
+from tests.support.sampling import amount
 
 DTYPES = ("float32", "float64", "int64", "int32", "uint8", "bool", ">f4")
 
@@ -48,7 +49,7 @@ def same(left, right):
     )
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=amount(30, 60), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     tensors=st.dictionaries(
         st.from_regex(r"[a-z]{1,3}/[a-z0-9]{1,4}(\.[a-z]{1,5}){0,2}", fullmatch=True),

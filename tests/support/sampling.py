@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 TESTS = Path(__file__).parents[1]
-#: The most cases of a test that all run at level usual.
-LARGE = 12
+#: The most cases of a test that all run at level usual, and those of a test that is marked slow.
+LARGE, LARGE_SLOW = 12, 3
 QUICK_CASES = 1
 LEVELS = ("quick", "usual", "all")
 #: Environment variables, because workers of pytest-xdist and ranks must draw the same cases and amounts.
@@ -76,7 +76,8 @@ class Sampling:
         limits = [*(sample.args if sample else ()), *((QUICK_CASES,) if self._level == "quick" else ())]
         if limits:
             return chosen + [case for case in drawn if case not in chosen][: min(limits)]
-        return cases if len(cases) <= LARGE else chosen + _covering(drawn)
+        large = LARGE_SLOW if cases[0].get_closest_marker("slow") else LARGE
+        return cases if len(cases) <= large else chosen + [case for case in _covering(drawn, large) if case not in chosen]
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         if hasattr(session.config, "workeroutput"):
@@ -98,8 +99,8 @@ def _by_size() -> list[Path]:
     return sorted(TESTS.rglob("test_*.py"), key=lambda file: (-file.stat().st_size, file))
 
 
-def _covering(drawn: Sequence[pytest.Item]) -> list[pytest.Item]:
-    """Return at least `LARGE` cases in which each value of each parameter occurs."""
+def _covering(drawn: Sequence[pytest.Item], least: int) -> list[pytest.Item]:
+    """Return at least `least` cases in which each value of each parameter occurs."""
     met: set[tuple[str, int]] = set()
     with_new_values: list[pytest.Item] = []
     others: list[pytest.Item] = []
@@ -107,7 +108,7 @@ def _covering(drawn: Sequence[pytest.Item]) -> list[pytest.Item]:
         values = {(name, id(value)) for name, value in _parameters(case).items()}
         (others if values <= met else with_new_values).append(case)
         met |= values
-    return with_new_values + others[: max(0, LARGE - len(with_new_values))]
+    return with_new_values + others[: max(0, least - len(with_new_values))]
 
 
 def _parameters(case: pytest.Item) -> Mapping[str, object]:

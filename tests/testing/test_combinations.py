@@ -1,6 +1,6 @@
 """Combinations of options, drawn so that legal pairs meet, against one rank in float64.
 
-Level usual runs those of the day's seed that hold most pairs for their cost, about 95 % of all legal ones; level all runs each.
+Level usual runs those of the day's seed that hold most pairs for their cost, about 88 % of all legal ones; level all runs each.
 `make combinations` runs 2,000 of each of three seeds.
 """
 
@@ -22,7 +22,7 @@ from tests.support.sampling import SEED, amount
 
 BLOCKS = 10
 #: processor seconds, predicted: of a combination, and of all
-MOST_SECONDS, MOST_SECONDS_TOGETHER = 5.0, 80.0
+MOST_SECONDS, MOST_SECONDS_TOGETHER = 5.0, 40.0
 
 #: run whatever the seed draws; faults were found where these features meet
 ALWAYS = (
@@ -42,7 +42,7 @@ def _every() -> Draw:
 
 @cache
 def _blocks() -> list[list[Row]]:
-    rows = most_pairs(_every().rows, predicted_seconds, amount(1, 100) * MOST_SECONDS_TOGETHER)
+    rows = most_pairs(_every().rows, predicted_seconds, amount(1, 200) * MOST_SECONDS_TOGETHER)
     return shared_out([*rows, *(parsed(row.split()) for row in ALWAYS)], predicted_seconds, BLOCKS)
 
 
@@ -69,7 +69,7 @@ def test_every_legal_pair_is_among_them_and_each_refusal_is_a_sentence() -> None
     assert all(sentence.endswith(".") and sentence != "It takes too long." for sentence in every.refused.values())
     assert max(map(predicted_seconds, every.rows)) <= MOST_SECONDS
     run_usually = most_pairs(every.rows, predicted_seconds, MOST_SECONDS_TOGETHER)
-    assert len(set().union(*(pairs_of(row) for row in run_usually))) >= 0.94 * len(met)
+    assert len(set().union(*(pairs_of(row) for row in run_usually))) >= 0.85 * len(met)
 
 
 def _values(name: str) -> list[tuple[str, str]]:

@@ -33,7 +33,7 @@ def is_well(options: str) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("end", ["request", "max_time", "steps", "kill"])
 @pytest.mark.parametrize("checkpoint", ["none", "single-background", "sharded"])
 def test_a_run_that_ends_early_goes_on_as_one_that_does_not(end: str, checkpoint: str) -> None:
@@ -67,7 +67,7 @@ def _labels_as_stored(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("fault", "options"),
     [

@@ -74,7 +74,7 @@ def alone(model: Layer) -> CheckpointContent:
     return CheckpointContent({key: random.standard_normal(value.shape) for key, value in found.tensors.items()}, found.meta)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("net", NETS)

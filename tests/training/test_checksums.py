@@ -130,7 +130,7 @@ def test_one_checkpoint_has_the_same_hashes_on_any_ranks(net: str) -> None:
                 assert found == expected, (grid, strategy)
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize(("rows", "cols", "per_node"), [(1, 1, 1), (1, 3, 1), (1, 4, 2), (2, 2, 1)])

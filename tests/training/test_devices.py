@@ -158,7 +158,7 @@ def test_steps_allocate_nothing_and_wait_where_it_is_said(strategy: str, emulate
     assert run_virtual(2, program) == [[], []]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "ranks"), [("sharded", 2), ("sharded", 3), ("priority", 3), ("bucketed", 2), ("overlap", 3)]
@@ -271,7 +271,7 @@ def _assert_close(result: dict[str, np.ndarray], expected: dict[str, np.ndarray]
         assert np.abs(result[name] - aim).max(initial=0.0) <= limit, name
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(20))
 def test_a_training_is_that_of_numpy(emulated_device: EmulatedDeviceFactory, seed: int) -> None:
@@ -294,7 +294,7 @@ def test_bits_do_not_depend_on_streams_or_graphs(emulated_device: EmulatedDevice
             np.testing.assert_array_equal(other[name], values, err_msg=name)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("optimizer", SINGLE_RANK_OPTIMIZERS)
 @pytest.mark.parametrize("model", SINGLE_RANK_MODELS)
@@ -432,7 +432,7 @@ def _train_on_images(
 
 
 @pytest.mark.slow
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("specs", SPECS)
 @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
 def test_a_training_on_pixels_is_that_on_images(

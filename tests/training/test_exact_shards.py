@@ -130,14 +130,14 @@ CASES = [
 ]  # fmt: skip
 
 
-@pytest.mark.sample(12)
+@pytest.mark.sample(6)
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "shards", "ranks", "strategy"), CASES)
 def test_any_training_has_the_bits_of_one_rank(name: str, shards: int, ranks: int, strategy: str) -> None:
     assert _on_ranks(name, shards, ranks, strategy) == _on_one(name, shards)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(("first", "then"), [(4, 2), (1, 8), (8, 1), (2, 4)])
 def test_a_training_goes_on_with_the_same_bits_on_other_ranks(first: int, then: int) -> None:
@@ -150,7 +150,7 @@ def test_a_training_goes_on_with_the_same_bits_on_other_ranks(first: int, then: 
 
 
 @pytest.mark.slow
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["residual", "residual onednn"])
 @pytest.mark.parametrize("passes", [2, 3, 8])
 def test_shards_may_be_computed_in_several_passes(name: str, passes: int) -> None:

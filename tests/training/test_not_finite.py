@@ -176,7 +176,7 @@ THOROUGH = ("bucketed", "sharded, auto")
 KERNELS_AND_STRATEGIES = [*(("numpy", strategy) for strategy in ALL), *(("onednn", strategy) for strategy in THOROUGH)]
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 3])
 @pytest.mark.parametrize(("kernels", "strategy"), KERNELS_AND_STRATEGIES, indirect=["kernels"])
@@ -188,7 +188,7 @@ def test_training_stops_within_two_steps_and_names_the_layer(kernels: KernelSet,
         _stops(runs, LAYER[poison.place])
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kernels", "strategy"),
@@ -394,7 +394,7 @@ def _skips(ranks: int, case: Case) -> None:
 EVERY_SIZE = ("overlap", "sharded, auto", "sparse", "lazy")
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "ranks"),
@@ -406,7 +406,7 @@ def test_a_step_that_is_not_finite_is_left_out(strategy: str, ranks: int) -> Non
     _skips(ranks, Case(TASK, strategy, (0, 4, 5, 8), place))
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("strategy", ["overlap", "sharded, auto", "sparse", "lazy"])
@@ -414,7 +414,7 @@ def test_wherever_it_comes_from(strategy: str, place: str) -> None:
     _skips(3, Case(TASK, strategy, (2, 6), place))
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["overlap", "sharded", "priority", "lazy"])
 @pytest.mark.parametrize("use", [Parallelism.MODEL, Parallelism.DOMAIN])
@@ -441,7 +441,7 @@ def test_running_statistics_stay(synchronised: bool) -> None:
     _skips(2, Case(task, "sharded", (1, 5), "large image"))
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["overlap", "sharded", "sparse", "sparse, momentum", "lazy"])
 def test_a_resume_after_a_skipped_step_is_bitwise(strategy: str) -> None:

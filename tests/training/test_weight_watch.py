@@ -115,7 +115,7 @@ def _runs(ranks: int, task: Task, strategy: str, flip: Flip, rank: int = 1) -> R
 
 
 # -- no false alarms -----------------------------------------------------------------------------------------------------------
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "strategy"), list(enumerate(ALL_STRATEGIES)))
 def test_checks_change_no_bit_and_find_nothing(number: int, strategy: str) -> None:
@@ -136,7 +136,7 @@ def _train(comm: ThreadCommunicator, task: Task, kind: type[Strategy], options: 
     return {name: values.tobytes() for name, values in (*result.parameters.items(), *result.statistics.items())}
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("optimizer", [partial(Sgd, momentum=0.9, clip_norm=0.1), partial(Lars, trust_coefficient=0.1)])
 @pytest.mark.parametrize("strategy", [Blocking, Sharded])
@@ -167,7 +167,7 @@ def test_a_replica_without_checks_compares_nothing() -> None:
 
 
 # -- flipped bits --------------------------------------------------------------------------------------------------------------
-@pytest.mark.sample(12)
+@pytest.mark.sample(6)
 @pytest.mark.once_failed("71", "586", "2209", "3645")  # NaN that reached all ranks, or whose step was skipped
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [*range(DAMAGES), 586, 2209, 3645])
@@ -395,7 +395,7 @@ def _device_run(comm: ThreadCommunicator, task: Task, strategy: str, flip: Flip,
 
 
 @pytest.mark.slow
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("flip", [_device_parameter, _device_state])
 @pytest.mark.parametrize("strategy", DEVICE_STRATEGIES)
 def test_a_flipped_bit_is_found_and_named(strategy: str, flip: Flip, emulated_device: EmulatedDeviceFactory) -> None:

@@ -325,7 +325,7 @@ def random_program(seed: int) -> Callable[[ThreadCommunicator], str]:
     return program
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("block", range(8))
 def test_random_programs_of_200_seeds_give_the_serial_results(block: int) -> None:

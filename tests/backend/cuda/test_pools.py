@@ -25,6 +25,7 @@ from hpctrain_testing.emulator.memory import on_host
 from tests.support.emulated import CudaKernelsFactory
 from tests.support.kernel_pairs import run
 from tests.support.rounded import DTYPES, assert_rounded, assert_same_bits, device_bench, dyadic, emulated_kernels
+from tests.support.sampling import amount
 
 STEM = Window((3, 3), (2, 2), (1, 1, 1, 1))
 
@@ -65,7 +66,7 @@ def compare(
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("emulated_device")
-@settings(max_examples=200)
+@settings(max_examples=amount(66, 200))
 @given(cases(), st.sampled_from(DTYPES), st.booleans(), st.booleans(), st.booleans(), st.sampled_from([0, 1, 2, 3]))
 def test_equals_numpy(
     case: tuple[PoolSpec, tuple[int, ...]], dtype: str, ties: bool, accumulate: bool, training: bool, seed: int
@@ -184,7 +185,7 @@ _SIZES = st.integers(1, 9)
 
 
 @pytest.mark.usefixtures("emulated_device")
-@settings(max_examples=60)
+@settings(max_examples=amount(30, 60))
 @given(
     _SIZES, _SIZES, _SIZES, _SIZES, st.integers(0, 3), st.sampled_from([1, 3, 8]), st.sampled_from(DTYPES), st.booleans(), _SIZES
 )

@@ -24,6 +24,7 @@ from hpctrain_testing.emulator.memory import read
 from tests.support.emulated import CudaKernelsFactory
 from tests.support.kernel_pairs import run
 from tests.support.rounded import DTYPES, assert_rounded, device_bench, dyadic, emulated_kernels, rounded
+from tests.support.sampling import amount
 
 #: of float64 NumPy, relative to the largest element: bfloat16 rounds once, the weight's gradient from float32 sums
 ERRORS = {"float64": 1e-10, "float32": 1e-5, "tf32": 1e-5, "bfloat16": 2.0**-8}
@@ -274,7 +275,7 @@ def products(draw: st.DrawFn) -> tuple[Conv2dSpec, tuple[int, ...]]:
 
 
 @pytest.mark.usefixtures("emulated_device")
-@settings(max_examples=60)
+@settings(max_examples=amount(30, 60))
 @given(products(), st.sampled_from(["float64", "float32", "tf32", "bfloat16"]), st.integers(0, 3))
 def test_any_patches_equal_the_numpy_set(case_: tuple[Conv2dSpec, tuple[int, ...]], precision: str, seed: int) -> None:
     spec, shape = case_
@@ -367,7 +368,7 @@ def compare_linear(spec: LinearSpec, samples: int, precision: str, *, accumulate
 
 
 @pytest.mark.usefixtures("emulated_device")
-@settings(max_examples=60)
+@settings(max_examples=amount(30, 60))
 @given(
     samples=st.integers(0, 40),
     features_in=st.integers(1, 40),

@@ -10,6 +10,7 @@ from hpctrain.backend.numpy.conv2d import NumpyConv2d, _Flipped, _Scattered
 from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
 from hpctrain.backend.specs import AdaptiveAveragePoolSpec, Conv2dSpec, PoolSpec, TensorSpec, Window
 from hpctrain.testing.operators import OperatorBench, assert_close, check_gradient, default_parameters
+from tests.support.sampling import amount
 
 KERNELS = NumpyKernelSet()
 
@@ -48,7 +49,7 @@ def cases(draw: st.DrawFn) -> tuple[Conv2dSpec, tuple[int, int, int, int]]:
     return spec, (draw(st.integers(0, 3)), *size, spec.channels_in)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=amount(50, 150), deadline=None)
 @given(cases(), st.booleans())
 def test_equals_the_definition(case: tuple[Conv2dSpec, tuple[int, int, int, int]], training: bool) -> None:
     spec, shape = case
@@ -58,7 +59,7 @@ def test_equals_the_definition(case: tuple[Conv2dSpec, tuple[int, int, int, int]
     assert_close(bench.forward(), expected, 1e-12, str(spec))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=amount(50, 150), deadline=None)
 @given(cases(), st.booleans())
 def test_backward_is_the_adjoint_of_forward(case: tuple[Conv2dSpec, tuple[int, int, int, int]], accumulate: bool) -> None:
     """<conv(x, w), dy> = <x, dx> = <w, dw>, since a convolution is linear in either; the bias is left out by subtracting it."""
@@ -230,7 +231,7 @@ def direct_gradient(spec: PoolSpec, x: np.ndarray, dy: np.ndarray) -> np.ndarray
     return dx
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=amount(66, 200), deadline=None)
 @given(pool_cases(), st.booleans())
 def test_pool_equals_the_definition(case: tuple[PoolSpec, tuple[int, ...]], training: bool) -> None:
     spec, shape = case
@@ -241,7 +242,7 @@ def test_pool_equals_the_definition(case: tuple[PoolSpec, tuple[int, ...]], trai
     )  # equal infinities where dilation misses the image
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=amount(66, 200), deadline=None)
 @given(pool_cases(), st.booleans(), st.booleans())
 def test_gradient_equals_the_definition(case: tuple[PoolSpec, tuple[int, ...]], ties: bool, accumulate: bool) -> None:
     """With ties, too: only few values, as after a ReLU; the first of equals receives all."""
@@ -314,7 +315,7 @@ def direct_adaptive_pool(x: np.ndarray, size: tuple[int, int]) -> np.ndarray:
     return y
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=amount(30, 80), deadline=None)
 @given(SIZES, SIZES, SIZES, SIZES, st.integers(0, 3))
 def test_adaptive_pool_equals_the_definition(h: int, w: int, ho: int, wo: int, n: int) -> None:
     x = np.random.default_rng(0).standard_normal((n, h, w, 3))

@@ -28,6 +28,7 @@ from hpctrain.backend.specs import (
 )
 from hpctrain.core.errors import BackendError
 from hpctrain.testing.operators import OperatorBench, assert_close, check_gradient, default_parameters
+from tests.support.sampling import amount
 
 KERNELS = NumpyKernelSet()
 
@@ -345,7 +346,7 @@ def gather(image: np.ndarray, window: Window, outputs: tuple[int, int], groups: 
     return out.transpose(2, 0, 1, 3).reshape(groups, pixels, taps * c // groups)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=amount(66, 200), deadline=None)
 @given(
     st.tuples(st.integers(0, 3), st.integers(1, 8), st.integers(1, 8)), st.sampled_from([1, 2, 17]), UP_TO_3,
     st.tuples(UP_TO_3, UP_TO_3), st.tuples(UP_TO_3, UP_TO_3), st.tuples(UP_TO_3, UP_TO_3),

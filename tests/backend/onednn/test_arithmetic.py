@@ -222,7 +222,7 @@ def test_products_are_those_of_the_host(onednn: OnednnKernelSet, m: int, k: int,
 @pytest.mark.job
 def test_no_second_pool_works_during_a_training() -> None:
     """Finds matrix products of NumPy in a step whose threads compete with OpenMP's for the cores (docs/adr/0033)."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "2", "OPENBLAS_NUM_THREADS": "2"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "2", "OPENBLAS_NUM_THREADS": "2", "OMP_WAIT_POLICY": "passive"}
     command = [sys.executable, "-m", "tests.support.thread_pools"]
     ended = subprocess.run(command, env=environment, check=True, capture_output=True, text=True, timeout=120)
     seconds = json.loads(ended.stdout)

@@ -129,7 +129,7 @@ def _step(network: Network, *, input_gradient: bool) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.slow
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("input_gradient", [False, True])
 @pytest.mark.parametrize("name", NETWORKS)
 def test_memory_that_is_not_in_use_is_not_read(kernels: KernelSet, name: str, input_gradient: bool) -> None:
