@@ -121,7 +121,7 @@ def test_tracing_changes_no_bit_of_the_result(job: Start, folder: Path) -> None:
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_way_of_progress_is_said_and_recorded(job: Start, folder: Path, ranks: int) -> None:
     """22 MB of gradients take a while; one rank has no other to send them to."""
-    hidden = 9 if ranks == 1 else 200_000
+    hidden = 9 if ranks == 1 else 20_000
     outcome, run = _train(ranks, folder, f"model.hidden={hidden}", "--steps", "1", "checkpoint.every_epochs=0", start=job)
     chosen = next(line for line in run.metrics() if line["kind"] == "progress")
     assert chosen["mode"] in ("none", "test", "thread")
