@@ -391,6 +391,7 @@ def results(block: Layer, channels: int, kernels: KernelSet, dtype: str, seed: i
     return found
 
 
+@pytest.mark.sample(12)
 @pytest.mark.slow
 @pytest.mark.parametrize(("block", "channels"), [pytest.param(b, c, id=name) for name, b, c in blocks()])
 def test_residual_blocks_equal_the_reference(onednn: KernelSet, block: Layer, channels: int) -> None:
