@@ -63,9 +63,15 @@ _PASSED, _SKIPPED, _FAILED = 0, 1, 2
 _OUTCOMES = {"passed": _PASSED, "skipped": _SKIPPED, "failed": _FAILED}
 
 
-def pytest_collection_finish() -> None:
-    """Exclude the collected tests from garbage collection, which would visit them each time."""
-    gc.freeze()
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Disable garbage collection while tests are collected, and exclude the collected tests from later collections."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.freeze()
 
 
 @pytest.fixture(scope="session")
