@@ -333,9 +333,9 @@ Checked = TypeVar("Checked", bound=Callable[..., Any])
 
 
 def checked_calls(target: Checked) -> Checked:
-    """Let calls of a function, or of a class's constructor and public methods, raise a ConfigError if they do not fit (decorator).
+    """Let calls of a function, or of a class's constructor and public methods, raise a ConfigError if they do not fit.
 
-    A call does not fit if a parameter is unknown or missing, or if there are too many arguments. Python raises a TypeError then.
+    It is a decorator. A call does not fit if a parameter is unknown or missing, or if there are too many arguments.
     """
     if inspect.isclass(target):
         for name, function in list(vars(target).items()):

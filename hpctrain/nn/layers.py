@@ -61,7 +61,8 @@ def lowered(model: Layer, samples: int, image_shape: tuple[int, int, int], dtype
         if first not in (1, 3) or last == channels:
             raise
         raise ShapeError(
-            f"image_shape is {tuple(image_shape)}, but shapes are (height, width, channels); the nearest is {second, last, first}."
+            f"image_shape is {tuple(image_shape)}, but shapes are (height, width, channels); the nearest is "
+            f"{second, last, first}."
         ) from None
 
 
