@@ -63,9 +63,15 @@ _PASSED, _SKIPPED, _FAILED = 0, 1, 2
 _OUTCOMES = {"passed": _PASSED, "skipped": _SKIPPED, "failed": _FAILED}
 
 
-def pytest_collection_finish() -> None:
-    """Exclude the collected tests from garbage collections."""
-    gc.freeze()
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Collect tests, which makes no garbage, without garbage collections, and exclude the tests from later ones."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.freeze()
 
 
 @pytest.fixture(scope="session")

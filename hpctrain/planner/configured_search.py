@@ -49,7 +49,7 @@ def configured_costs(machine: Machine, task: PlannedRun, compute: float = 1.0) -
         task: the job.
         compute: speed of computation relative to the machine's.
     """
-    rates = RateCosts(machine.scaled(compute=compute), task.config.dtype)
+    rates = RateCosts(machine.scaled(compute=compute), task.job.dtype)
     if not is_here(machine):
         return rates
     times = OperatorTimes(configured_setting(machine, task), cache_file())

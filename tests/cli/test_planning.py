@@ -326,6 +326,15 @@ def test_the_table_has_a_line_for_each_number_of_ranks_and_says_that_it_is_simul
     assert [line.split()[0] for line in lines if line[:5].strip().isdecimal()] == ["1", "2", "4", "8"] * 2
     assert max(map(len, lines)) <= 100
     assert "No computation times were measured" in result.stdout
+    assert "bfloat16" not in result.stdout
+
+
+def test_a_simulation_of_bfloat16_on_a_machine_of_float32_says_that_it_estimates() -> None:
+    """Find a prediction in bfloat16 that looks as if it were measured in bfloat16."""
+    result = simulate(*SIMULATED, "precision=bfloat16", "--ranks", "1")
+    assert result.exit_code == 0, result.output
+    words = " ".join(result.stdout.split())
+    assert "The rates of bfloat16 are estimated from those of float32, because machine xc40 has none of bfloat16." in words
 
 
 def test_weak_scaling_multiplies_the_batch_and_strong_scaling_shares_it() -> None:
