@@ -115,7 +115,7 @@ def doctor(
     """
     launcher = detect(os.environ)
     read = None if file is None else partial(load_config, file, overrides)
-    queued = queued_seconds()  # before the age, which then contains all these waits
+    queued = queued_seconds()  # read before the age, so that the age contains all these waits
     rank = DoctorRank(launcher, read, run_directory, strict, as_json, seconds, age_seconds() - queued)
 
     def work(notebook: Notebook) -> int:

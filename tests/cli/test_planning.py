@@ -202,7 +202,7 @@ def test_the_written_file_is_the_first_choice_and_plans(tmp_path: Path) -> None:
 
 
 def test_a_plan_advises_on_the_number_of_ranks() -> None:
-    """Would find a plan that keeps quiet about a number of ranks that only adds messages."""
+    """Would find a plan without a hint that fewer or more ranks take shorter steps."""
     for batch, image, advice in ((8, 8, "fewer ranks are faster"), (4096, 64, "more ranks are faster")):
         words = (QUICKSTART, f"batch={batch}", "averager=sharded", "--ranks", "8", "--machine", "xc40")
         shown = CliRunner().invoke(cli, ["plan", "show", *words, "--image", str(image), str(image), "1", "--classes", "10"])
