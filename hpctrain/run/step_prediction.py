@@ -18,6 +18,7 @@ from hpctrain.comm.progress_mode import ProgressMode
 from hpctrain.config.grid import parallel_plan
 from hpctrain.core.errors import BackendError, HpctrainError
 from hpctrain.core.intervals import even
+from hpctrain.core.log import get_logger
 from hpctrain.data.sampler import counts as counts_over
 from hpctrain.job.automatic_choice import PredictedStep, predicted_step_of
 from hpctrain.job.session import Session
@@ -33,6 +34,8 @@ from hpctrain.planner.step_program import predict
 from hpctrain.planner.tasks import SimulationOptions
 from hpctrain.run.build import TrainingSetup
 from hpctrain.training.accounts import MeasuredStep, OperatorSample
+
+_log = get_logger(__name__)
 
 
 class StepPrediction:
@@ -126,7 +129,9 @@ class StepPrediction:
                 averager_options["max_interval"] = of_group.interval
         candidate = Candidate(plan, AveragerChoice(config.averager.name, averager_options), config.micro_batches)
         options = SimulationOptions(progress=self._mode)
-        rates, times = RateCosts(machine, config.dtype), self._times()
+        rates, times = RateCosts(machine, job.dtype), self._times()
+        if note := machine.estimate_note(job.dtype):
+            _log.info(note)
         if times is None:
             return predicted_step_of(predict(job, candidate, machine, rates, options), machine)
         first = predict(job, candidate, machine, SampledCosts(self._plan(), times, rates), options)
