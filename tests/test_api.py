@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,7 @@ from hpctrain.data.writer import write_data_file
 from hpctrain.job.session import StartedJob
 from hpctrain.launch.launcher import Launcher
 from hpctrain.launch.threads import set_threads
-from hpctrain.nn.layers import Layer
+from hpctrain.nn.layers import Layer, lowered
 from hpctrain.optim.base import Optimizer
 from hpctrain.optim.schedules import LearningRateSchedule
 from hpctrain.storage import checkpoint
@@ -389,6 +390,70 @@ def test_the_sentence_of_a_constructor_names_value_rule_and_legal_value(make: Ca
     assert str(raised.value) == sentence
 
 
+@pytest.mark.parametrize(
+    ("call", "sentence"),
+    [
+        (lambda: hpctrain.Conv2d(1), "Conv2d needs channels_out and kernel; write Conv2d(channels_in, channels_out, kernel)."),
+        (lambda: hpctrain.ReLU(3), "ReLU accepts no arguments, but the call has 1; write ReLU()."),
+        (lambda: hpctrain.Conv2d(1, 2, 3, strid=2), "Conv2d has no parameter strid; the nearest is stride."),
+        (
+            lambda: hpctrain.Conv2d(1, 2, 3, channels_in=1),
+            "Conv2d receives channels_in twice, without and with its name; leave one of them out.",
+        ),
+        (lambda: hpctrain.start(bach=8), "start has no parameter bach; the nearest is batch."),
+        (lambda: hpctrain.train(), "train needs config; write train(config)."),
+        (lambda: hpctrain.model("small", 10), "model accepts at most 1 argument, but the call has 2; write model(name)."),
+        (
+            lambda: hpctrain.schedule("cosine"),
+            "schedule needs base_lr, epochs and steps_per_epoch; write schedule(name, base_lr=..., epochs=..., "
+            "steps_per_epoch=...).",
+        ),
+        (
+            lambda: hpctrain.Automatic(hpctrain.model("small"), (28, 28, 1), optimiser="sgd"),
+            "Automatic has no parameter optimiser; the nearest is optimizer.",
+        ),
+        (
+            lambda: hpctrain.Job.replica(None, hpctrain.model("small"), (28, 28, 1), "sgd"),
+            "Job.replica accepts at most 2 arguments without a name, but the call has 3; name the others, as in optimizer='sgd'.",
+        ),
+        (lambda: hpctrain.Replica.step(None, None, rate=1), "Replica.step has no parameter rate; its parameters are batch, lr."),
+        (lambda: hpctrain.RunningSums().add(), "RunningSums.add needs totals; write RunningSums.add(totals)."),
+    ],
+)
+def test_a_call_that_does_not_fit_the_parameters_is_refused_with_a_sentence(call: Callable[[], object], sentence: str) -> None:
+    """Python's TypeError would end a job with a traceback through hpctrain, and without the nearest name."""
+    with pytest.raises(hpctrain.HpctrainError) as raised:
+        call()
+    assert str(raised.value) == sentence
+
+
+def test_a_type_error_inside_of_a_call_that_fits_stays_as_it_is() -> None:
+    """Otherwise a defect in code of the user, which hpctrain calls, would be reported as a wrong call."""
+
+    class Net(hpctrain.Sequential):
+        def __init__(self) -> None:
+            super().__init__({"relu": hpctrain.ReLU()})
+            len(3)  # type: ignore[arg-type]
+
+    with pytest.raises(TypeError, match="has no len"):
+        Net()
+    with pytest.raises(TypeError, match="unsupported operand"):
+        hpctrain.RunningSums().add(SimpleNamespace(loss="much"))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("image_shape", [(1, 28, 28), (3, 28, 28)])
+def test_a_shape_with_its_channels_first_is_refused_as_such(image_shape: tuple[int, int, int]) -> None:
+    """A message about the channels of the first layer would lead to a model for images of 28 channels."""
+    first, *sides = image_shape
+    sentence = f"image_shape is {image_shape}, but shapes are (height, width, channels); the nearest is {(*sides, first)}."
+    with pytest.raises(hpctrain.HpctrainError) as raised:
+        lowered(hpctrain.model("small"), 1, image_shape, "float32")
+    assert str(raised.value) == sentence
+    model = hpctrain.Sequential([hpctrain.Conv2d(28, 4, 5), hpctrain.ReLU()])
+    with pytest.raises(hpctrain.HpctrainError, match="Layer 0: An image of height"):  # too small, but its channels fit
+        lowered(model, 1, image_shape, "float32")
+
+
 def test_a_constructor_called_by_a_users_constructor_is_checked() -> None:
     class Net(hpctrain.Sequential):
         def __init__(self, channels: int) -> None:
@@ -405,7 +470,7 @@ def test_an_error_of_a_training_has_the_frame_of_the_call_only() -> None:
     with pytest.raises(hpctrain.HpctrainError, match="nearest known key") as raised:
         hpctrain.train({"modle": "small"})
     frames = [frame.name for frame in traceback.extract_tb(raised.value.__traceback__)]
-    assert frames[1:] == ["train"]
+    assert frames[1:] == ["called", "train"]
     assert raised.value.__suppress_context__
 
 

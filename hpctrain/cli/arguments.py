@@ -124,7 +124,7 @@ def examples(ctx: click.Context, parameter: click.Parameter, incomplete: str) ->
     return [name for name in examples.names() if name.startswith(incomplete)]
 
 
-FILE = click.argument("file", type=FilePath(dir_okay=False, path_type=Path))
+FILE = click.argument("file", type=FilePath(path_type=Path))
 OVERRIDES = click.argument("overrides", nargs=-1, shell_complete=keys)
 PASS_STYLE = click.option(
     "--progress",

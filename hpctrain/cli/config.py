@@ -16,6 +16,7 @@ import click
 from hpctrain.cli.arguments import FILE, OVERRIDES, FilePath, load_config
 from hpctrain.cli.arguments import examples as complete_examples
 from hpctrain.cli.failure import Commands
+from hpctrain.core.files import nearest_file
 from hpctrain.core.text import echo, echo_block, echo_wrapped
 
 
@@ -56,6 +57,7 @@ def check(file: Path, overrides: tuple[str, ...]) -> None:
     """
     from hpctrain.config.checks import check_names
     from hpctrain.config.images import check_network, data_line, single_values_of, stored_training_images
+    from hpctrain.config.schema import SYNTHETIC
 
     loaded, source = load_config(file, overrides)
     check_names(loaded, source)
@@ -79,11 +81,14 @@ def check(file: Path, overrides: tuple[str, ...]) -> None:
     )
     if images is not None:
         echo_wrapped(f"  {data_line(loaded, len(images), 0 if images.split is None else len(images.split.validation))}")
-        return
-    train = loaded.data.train
-    reason = f"{train} cannot be read" if Path(train).exists() else f"there is no {train} yet"
-    echo("  checked: keys, types, names, options, and the values that must fit together")
-    echo_wrapped(f"  not checked: the data, and the network for the sizes of its images, as {reason}")
+    else:
+        train = Path(loaded.data.train)
+        reason = f"{train} cannot be read" if train.exists() else f"there is no {train} yet{nearest_file(train)}"
+        echo("  checked: keys, types, names, options, and the values that must fit together")
+        echo_wrapped(f"  not checked: the data, and the network for the sizes of its images, as {reason}")
+    for split, path in loaded.data.files.items():
+        if split != "train" and path != SYNTHETIC and not Path(path).exists():
+            echo_wrapped(f"  not checked: the {split} data, as there is no {path} yet{nearest_file(Path(path))}")
 
 
 @config.command(name="list")

@@ -88,7 +88,7 @@ def calibrate(out: Path, seconds: float, threads: int | None) -> None:
 
 
 @click.command()
-@click.argument("file", type=FilePath(dir_okay=False, path_type=Path), required=False)
+@click.argument("file", type=FilePath(path_type=Path), required=False)
 @OVERRIDES
 @click.option("--strict", is_flag=True, help="Also exit with code 2 if there are warnings.")
 @click.option("--json", "as_json", is_flag=True, help="Print all findings and the host and cores of each rank as JSON.")

@@ -52,7 +52,7 @@ def _as_yaml(site: Site) -> str:
 
 
 @click.command()
-@click.argument("file", metavar="CONFIG", type=FilePath(dir_okay=False, path_type=Path))
+@click.argument("file", metavar="CONFIG", type=FilePath(path_type=Path))
 @OVERRIDES
 @click.option(
     "--site",

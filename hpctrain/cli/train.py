@@ -277,7 +277,8 @@ _MOST_LISTED = 20
 @click.option(
     "--config",
     "file",
-    type=FilePath(dir_okay=False, path_type=Path),
+    type=FilePath(path_type=Path),
+    metavar="FILE",
     help="Configuration file to use instead of the checkpoint's own; required if the run uses your own code. auto and best then "
     "search the runs of this configuration.",
 )
@@ -439,6 +440,8 @@ def _left_by(file: Path, arguments: tuple[str, ...]) -> SystemExit:
     """
     if file.suffix in (".yaml", ".yml"):
         raise ConfigError(f"{file} is a YAML file, but a program must be a Python file; use `hpctrain train {file}`.")
+    if file.is_dir():
+        raise ConfigError(f"{file} is a directory, but a program must be a Python file; give the path of a file in it.")
     if not file.is_file():
         raise ConfigError(f"There is no program {file}; give the path of a Python file.")
     sys.argv[:] = [str(file), *arguments]

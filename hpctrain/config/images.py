@@ -17,8 +17,8 @@ from pathlib import Path
 
 import numpy as np
 
-from hpctrain.backend.graph import Graph, GraphBuilder, Node
-from hpctrain.backend.specs import BatchNormSpec, TensorSpec
+from hpctrain.backend.graph import Graph, Node
+from hpctrain.backend.specs import BatchNormSpec
 from hpctrain.config.grid import model_graph, model_options, parallel_plan
 from hpctrain.config.schema import SYNTHETIC, AugmentConfig, Config
 from hpctrain.core.errors import ConfigError, DataError, HpctrainError, ShapeError
@@ -29,6 +29,7 @@ from hpctrain.data.image_file import DataFacts, ImageFile, ImageForm, Split, nor
 from hpctrain.data.pipeline import ImageSizes, Pipeline, first_fault
 from hpctrain.data.sampler import ValidationSplit, counts, hold_out
 from hpctrain.models import catalogue
+from hpctrain.nn.layers import lowered
 from hpctrain.nn.network import ImageShape, Network, frozen_layers, with_frozen
 from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
 
@@ -481,8 +482,7 @@ def _scope_of(config: Config, plan: ParallelPlan) -> Callable[[Node], str]:
 
 def _graph(config: Config, classes: int, shape: ImageShape) -> Graph:
     model = catalogue.build(config.model.name, model_options(config, classes, shape))
-    builder = GraphBuilder(TensorSpec((1, *shape), "float32"))
-    return with_frozen(builder.build(model.lower(builder, 0, "")), frozen_layers(model, config.init.freeze))
+    return with_frozen(lowered(model, 1, shape, "float32"), frozen_layers(model, config.init.freeze))
 
 
 def _norms_of_one_pixel(graph: Graph) -> list[Node]:

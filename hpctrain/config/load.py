@@ -239,12 +239,27 @@ def load(path: str | Path, overrides: Sequence[str] = (), refusal: Refusal | Non
         text = read_text(path, TEXT_BYTES, pipes=True)
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: Byte {error.start} is not valid UTF-8; save the file as UTF-8.") from None
+    except IsADirectoryError:
+        raise ConfigError(_of_directory(Path(path))) from None
     except OSError as error:
         near = _nearest_file(Path(path)) if isinstance(error, FileNotFoundError) else None
         advice = "give the path of a YAML file" if near is None else f"the nearest YAML file is {near}"
         raise ConfigError(f"{path}: Cannot read the configuration: {error.strerror}; {advice}.") from None
     user_code.search_next_to(Path(path))
     return parse(text, str(path), overrides, refusal)
+
+
+def _of_directory(path: Path) -> str:
+    """Return the message for a directory in the place of a configuration file."""
+    if (path / "config.yaml").is_file():
+        return (
+            f"{path} is the directory of a run, but a configuration must be a YAML file; write {path}/config.yaml, with "
+            f"--checkpoint {path} to evaluate or predict, or --resume {path} to train."
+        )
+    names = sorted(file.name for suffix in ("yaml", "yml") for file in path.glob(f"*.{suffix}"))
+    near = "quickstart.yaml" if "quickstart.yaml" in names else names[0] if names else None
+    advice = "give the path of a YAML file" if near is None else f"write a file of it, such as {path / near}"
+    return f"{path} is a directory, but a configuration must be a YAML file; {advice}."
 
 
 def _nearest_file(path: Path) -> Path | None:

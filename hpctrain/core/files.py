@@ -9,10 +9,12 @@ import pwd
 import re
 import stat
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from hpctrain.core.errors import ConfigError
+from hpctrain.core.text import nearest
 
 #: maximum size of a text written by people, such as a configuration, in bytes
 TEXT_BYTES = 1 << 18
@@ -90,6 +92,23 @@ def json_object(text: bytes) -> dict[str, Any] | None:
     except (ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None
+
+
+def nearest_file(path: Path) -> str:
+    """Return "; the nearest file is PATH" for a missing file; empty if no file of the same suffix has a similar path.
+
+    The file is in the same directory, or has the same name in a similar directory next to it.
+    """
+    with suppress(OSError):
+        if path.parent.is_dir():
+            names = [entry.stem for entry in path.parent.iterdir() if entry.suffix == path.suffix and entry.is_file()]
+            near = nearest(path.stem, names)
+            return "" if near is None else f"; the nearest file is {path.with_name(near + path.suffix)}"
+        above = path.parent.parent
+        names = [entry.name for entry in above.iterdir() if (entry / path.name).is_file()] if above.is_dir() else []
+        near = nearest(path.parent.name, names)
+        return "" if near is None else f"; the nearest file is {above / near / path.name}"
+    return ""
 
 
 _VARIABLE = re.compile(r"\$(?:([A-Za-z_][A-Za-z_0-9]*)|\{([^}]*)\})")

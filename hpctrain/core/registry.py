@@ -32,7 +32,7 @@ from pydantic import PydanticUserError, TypeAdapter, ValidationError
 
 from hpctrain.core import user_code
 from hpctrain.core.errors import ConfigError, HpctrainError, OptionError
-from hpctrain.core.text import MISSPELT, SYNONYMS, choices, joined, nearest, rule, shortened
+from hpctrain.core.text import MISSPELT, SYNONYMS, choices, counted, joined, nearest, rule, shortened
 
 T = TypeVar("T")
 
@@ -332,8 +332,82 @@ def check_types(function: Callable[..., Any], arguments: Mapping[str, Any], **le
             raise _wrong_type(name, value, expected, parameters[name].default, legal.get(name))
 
 
+Checked = TypeVar("Checked", bound=Callable[..., Any])
+
+
+def checked_calls(target: Checked) -> Checked:
+    """Let calls of a function, or of a class's constructor and public methods, raise a ConfigError if they do not fit.
+
+    It is a decorator. A call does not fit if a parameter is unknown or missing, or if there are too many arguments.
+    """
+    if inspect.isclass(target):
+        for name, function in list(vars(target).items()):
+            if inspect.isfunction(function) and (name == "__init__" or not name.startswith("_")):
+                setattr(target, name, checked_calls(function))
+        return target
+
+    @wraps(target)
+    def called(*arguments: Any, **keywords: Any) -> Any:
+        try:
+            return target(*arguments, **keywords)
+        except TypeError:
+            wrong = wrong_call(target, arguments, keywords)
+            if wrong is None:
+                raise
+            raise wrong from None
+
+    return cast(Checked, called)
+
+
+def wrong_call(
+    function: Callable[..., Any], arguments: Sequence[Any], keywords: Mapping[str, Any], name: str | None = None
+) -> ConfigError | None:
+    """Return the error for a call whose arguments do not fit the parameters of a function; None if they fit.
+
+    Args:
+        arguments: arguments without names; the first argument of a method is its object.
+        name: name of the function in the message; default: its own, with its class.
+    """
+    parameters = list(inspect.signature(function).parameters.values())
+    if parameters and parameters[0].name == "self":
+        parameters, arguments = parameters[1:], arguments[1:]
+    try:
+        inspect.Signature(parameters).bind(*arguments, **keywords)
+    except TypeError:
+        pass
+    else:
+        return None
+    name = name or function.__qualname__.removesuffix(".__init__")
+    by_place = [one.name for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
+    by_name = [one.name for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
+    open_ended = any(one.kind is one.VAR_KEYWORD for one in parameters)
+    placed = by_place[: len(arguments)]
+    unknown = [] if open_ended else [key for key in keywords if key not in by_name]
+    if unknown:
+        near = nearest(unknown[0], by_name)
+        advice = f"the nearest is {near}" if near else f"its parameters are {', '.join(by_name)}" if by_name else "it has none"
+        return ConfigError(f"{name} has no parameter {unknown[0]}; {advice}.")
+    if len(arguments) > len(by_place):
+        most, extra = len(by_place), shortened(arguments[len(by_place)])
+        others = [key for key in by_name if key not in by_place and key not in keywords]
+        advice = f"name the others, as in {others[0]}={extra}" if others else f"write {name}({', '.join(by_place)})"
+        accepted = f"at most {counted(most, 'argument')}{' without a name' if others else ''}" if most else "no arguments"
+        if others and not most:
+            accepted = "no arguments without a name"
+        return ConfigError(f"{name} accepts {accepted}, but the call has {len(arguments)}; {advice}.")
+    twice = [key for key in placed if key in keywords]
+    if twice:
+        return ConfigError(f"{name} receives {twice[0]} twice, without and with its name; leave one of them out.")
+    required = [one for one in parameters if one.default is one.empty and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)]
+    missing = [one.name for one in required if one.name not in placed and one.name not in keywords]
+    form = ", ".join(f"{one.name}=..." if one.kind is one.KEYWORD_ONLY else one.name for one in required)
+    *first, last = missing
+    words = f"{', '.join(first)} and " if first else ""
+    return ConfigError(f"{name} needs {words}{last}; write {name}({form}).")
+
+
 class CheckedArguments(ABCMeta):
-    """Metaclass of public base classes, such as `Layer`: constructors of hpctrain's subclasses check the types of arguments.
+    """Metaclass of public base classes, such as `Layer`: constructors of hpctrain's subclasses check their arguments.
 
     Generated constructors of dataclasses are included. Constructors of user classes are not checked, but the constructors of
     hpctrain that they call are.
@@ -351,7 +425,7 @@ class CheckedArguments(ABCMeta):
 
 
 def _with_checked_types(cls: type, constructor: Callable[..., None]) -> Callable[..., None]:
-    """Return a constructor that first raises unless its arguments have the types of its annotations, as `check_types`."""
+    """Return a constructor that raises unless its arguments fit its parameters and have the types of its annotations."""
     parameters = dict(inspect.signature(constructor).parameters)
     del parameters[next(iter(parameters))]  # self
     by_place = [name for name, parameter in parameters.items() if parameter.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
@@ -369,7 +443,7 @@ def _with_checked_types(cls: type, constructor: Callable[..., None]) -> Callable
 
     @wraps(constructor)
     def checked(self: Any, *arguments: Any, **keywords: Any) -> None:
-        if not usual:
+        if parameters and not usual:
             complete()
         for name, value in zip(by_place, arguments, strict=False):
             if type(value) not in usual[name]:
@@ -377,9 +451,16 @@ def _with_checked_types(cls: type, constructor: Callable[..., None]) -> Callable
         for name, value in keywords.items():
             if name in usual and type(value) not in usual[name]:
                 check(name, value)
-        constructor(self, *arguments, **keywords)
+        try:
+            constructor(self, *arguments, **keywords)
+        except TypeError:
+            kind = type(self) if type(self).__init__ is checked else cls
+            wrong = wrong_call(constructor, (self, *arguments), keywords, kind.__name__)
+            if wrong is None:
+                raise
+            raise wrong from None
 
-    return checked if parameters else constructor
+    return checked
 
 
 def _usual_types(expected: Any) -> frozenset[type]:

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from hpctrain.core.errors import DataError
-from hpctrain.core.files import kind_of
+from hpctrain.core.files import kind_of, nearest_file
 
 
 @contextmanager
@@ -85,7 +85,7 @@ def require_file(path: Path, kind: str, advice: str) -> None:
             os.close(open_regular(path))
             return
     except (FileNotFoundError, NotADirectoryError) as error:
-        raise DataError(f"There is no {kind} {path}; {advice}.") from error
+        raise DataError(f"There is no {kind} {path}{nearest_file(path) or f'; {advice}'}.") from error
     except OSError as error:
         raise DataError(f"The {kind} {path} cannot be read: {error.strerror or error}.") from error
     article = "an" if kind[0] in "AEIOaeio" else "a"

@@ -19,16 +19,16 @@ from itertools import accumulate
 from types import MappingProxyType
 from typing import Protocol
 
-from hpctrain.backend.graph import Graph, GraphBuilder, Node
+from hpctrain.backend.graph import Graph, Node
 from hpctrain.backend.operators import Array, CapturesWork, KernelSet, LocalStatistics, Operator, StatisticsMerger, aligned
-from hpctrain.backend.specs import BatchNormSpec, SoftmaxCrossEntropySpec, TensorSpec, parameter_dtype
+from hpctrain.backend.specs import BatchNormSpec, SoftmaxCrossEntropySpec, parameter_dtype
 from hpctrain.core.errors import ConfigError, ShapeError
 from hpctrain.core.text import nearest
 from hpctrain.nn.captured_program import CapturedProgram, Slices
 from hpctrain.nn.compile.compiler import compile_graph
 from hpctrain.nn.compile.plan import ExecutionPlan
 from hpctrain.nn.initialise import first_value
-from hpctrain.nn.layers import Layer, join
+from hpctrain.nn.layers import Layer, join, lowered
 from hpctrain.nn.parameter import FlatGroup, FlatStatistics, Parameter, ParameterSpec, ProgramStatistics, StatisticSpec
 from hpctrain.nn.program import Program, SideBySide, alike
 
@@ -285,8 +285,7 @@ class Network:
             batch: number of samples N.
             image_shape: (H, W, C); default: the network's image shape.
         """
-        builder = GraphBuilder(TensorSpec((batch, *(image_shape or self.image_shape)), self.dtype))
-        graph = with_frozen(builder.build(self.model.lower(builder, 0, "")), self.frozen)
+        graph = with_frozen(lowered(self.model, batch, image_shape or self.image_shape, self.dtype), self.frozen)
         shape = graph.tensors[graph.output].shape
         if len(shape) != 2:
             raise ShapeError(

@@ -30,7 +30,7 @@ from hpctrain.data.pipeline import Pipeline, leaves_resize
 from hpctrain.data.sampler import counts
 from hpctrain.models import catalogue
 from hpctrain.nn.initialise import constant
-from hpctrain.nn.layers import Layer
+from hpctrain.nn.layers import Layer, lowered
 from hpctrain.nn.network import declared, frozen_layers, with_frozen
 from hpctrain.nn.parameter import FlatGroup, ParameterSpec
 from hpctrain.optim.base import Optimizer
@@ -162,8 +162,7 @@ def of_network(
     """
 
     def graph_of(samples: int) -> Graph:
-        builder = GraphBuilder(TensorSpec((samples, *image_shape), dtype))
-        return builder.build(model.lower(builder, 0, ""))
+        return lowered(model, samples, image_shape, dtype)
 
     specs, _ = declared(model, graph_of(1))
     return _job(type(model).__name__, graph_of, specs, kernels, image_shape, batch, optimizer, averages, shards)

@@ -25,7 +25,7 @@ from hpctrain.config.schema import CacheConfig, NonFiniteConfig
 from hpctrain.core.errors import CheckpointError, ConfigError, DataError, DivergedError, ShapeError
 from hpctrain.core.files import path_of
 from hpctrain.core.log import get_logger
-from hpctrain.core.registry import check_counts, check_options, check_types
+from hpctrain.core.registry import check_counts, check_options, check_types, checked_calls
 from hpctrain.data.image_file import ImageFile, with_class_order
 from hpctrain.data.loader import ArrayLoader, Loader, as_samples
 from hpctrain.data.pipeline import ImageSizes, Pipeline
@@ -185,6 +185,7 @@ class Stopped(BaseException):
     """Raised by `Job.stop` to leave the block of `start`. Not an Exception, so that `except Exception` does not catch it."""
 
 
+@checked_calls
 @dataclass(frozen=True)
 class Job(StartedRank):
     """A started rank of a job, which creates replicas, loaders and checkpoints. All methods are collective except `print`.
@@ -269,7 +270,7 @@ class Job(StartedRank):
 
         Args:
             model: root layer; its output has shape (N, classes).
-            image_shape: (H, W, C) of one sample.
+            image_shape: (height, width, channels) of one sample.
             optimizer: name, name with options, or factory; without a learning rate, which each step receives.
             averager: how gradients are averaged; "auto": as `start` chose.
             plan: parallelism by pattern of layer names, "batch", "model" or "domain", on a grid with several rows; "default"

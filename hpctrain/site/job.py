@@ -29,7 +29,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from hpctrain.config.values import is_bare_number, parse_duration
 from hpctrain.core.errors import ConfigError, LaunchError
-from hpctrain.core.files import read_text
+from hpctrain.core.files import nearest_file, read_text
 from hpctrain.core.text import counted, escaped, forbidden, shell_word, shortened
 from hpctrain.site.profile import Site
 from hpctrain.storage.atomic_write import write_text
@@ -333,7 +333,8 @@ def submission_notes(site: Site, data_files: Sequence[Path]) -> Iterator[str]:
     """
     for path in data_files:
         if not path.exists():
-            yield f"{path} does not exist on this host; the job fails unless it exists on the nodes when it starts."
+            advice = nearest_file(path) or "; the job fails unless it exists on the nodes when it starts"
+            yield f"{path} does not exist on this host{advice}."
     if site.profile.scheduler == "slurm" and site.profile.launch.mpi is None and _is_installed("mpich"):
         yield (
             f"this environment has the wheel of MPICH, which srun starts only with --mpi=pmi2, and the site {site.name} sets no "

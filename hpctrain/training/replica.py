@@ -21,7 +21,7 @@ from hpctrain.comm.progress import ProgressEngine
 from hpctrain.comm.transports import Transport
 from hpctrain.core.errors import BackendError, ConfigError, DivergedError
 from hpctrain.core.log import get_logger
-from hpctrain.core.registry import check_types
+from hpctrain.core.registry import check_types, checked_calls
 from hpctrain.core.text import shortened
 from hpctrain.data.loader import Batch, BatchSource, LoaderRank
 from hpctrain.flight.recorder import FlightNotes, RunPhase
@@ -321,6 +321,7 @@ _without_warnings = np.errstate(over="ignore", invalid="ignore", divide="ignore"
 StrategyFactory = Callable[[PlannedGroup], Strategy]
 
 
+@checked_calls
 class Replica:
     """A rank's copy of a model, and the objects that train it.
 

@@ -161,6 +161,20 @@ def test_the_schema_is_json() -> None:
     assert "properties" in json.loads(result.output)
 
 
+def test_check_names_missing_data_files_and_the_nearest_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A misspelt path passed as if the data were still to come."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "300")
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "train.h5").touch()
+    arguments = ["config", "check", str(CONFIGS[0]), "data.train=data/tran.h5", "data.test=date/train.h5"]
+    result = CliRunner().invoke(cli, arguments)
+    assert result.exit_code == 0, result.output
+    *_, network, test = result.stdout.splitlines()
+    assert network.endswith(", as there is no data/tran.h5 yet; the nearest file is data/train.h5")
+    assert test == "  not checked: the test data, as there is no date/train.h5 yet; the nearest file is data/train.h5"
+
+
 @pytest.mark.job
 def test_check_needs_neither_mpi_nor_data() -> None:
     """Under a launcher's environment, with data files that do not exist, and without importing mpi4py."""

@@ -27,6 +27,8 @@ _LOGGED = re.compile(r"\d\d:\d\d:\d\d [A-Z]+ |note: ")
 
 CONFIG = str(Path(__file__).parents[2] / "configs" / "quickstart.yaml")
 
+_PATHS = {"CONFIG": CONFIG, "CONFIGS": str(Path(CONFIG).parent)}
+
 #: command: arguments with which it must fail by the user's fault => words that the sentence must have
 _MISTAKE_LINES = """
 train: nowhere.yaml => nowhere.yaml: Cannot read the configuration
@@ -38,6 +40,14 @@ train: CONFIG optimizer=adagrad => There is no optimizer "adagrad"
 train: CONFIG --log-ranks al => must be all, none, or ranks such as 0,3,8-15; the nearest is all.
 train: CONFIG --log-ranks 0,3 => --log-ranks names rank 3, but the job has 1 rank; the largest number is 0.
 train: CONFIG output=file/runs data.train=good.h5 data.test= epochs=1 => file/runs
+train: CONFIG data.train=goud.h5 => There is no data file goud.h5; the nearest file is good.h5.
+train: CONFIG data.train=nowhere/good.h5 => There is no data file nowhere/good.h5
+train: run => run is the directory of a run, but a configuration must be a YAML file; write run/config.yaml, with --checkpoint run
+eval: run => run is the directory of a run, but a configuration must be a YAML file; write run/config.yaml, with --checkpoint run
+config check: CONFIGS => /configs is a directory, but a configuration must be a YAML file; write a file of it, such as
+config check: . => . is a directory, but a configuration must be a YAML file; give the path of a YAML file.
+submit: CONFIGS --site local => configs/quickstart.yaml.
+script: . => . is a directory, but a program must be a Python file
 run: -- sleep 3 => The command "sleep 3" contains no training
 run: -- hpctrain train nowhere.yaml => nowhere.yaml: Cannot read the configuration
 completion: tcsh => There is no completion for the shell "tcsh"; choose bash, zsh or fish.
@@ -160,7 +170,7 @@ MISTAKES: dict[str, list[tuple[list[str], str]]] = {name: [] for name in _WITHOU
 for _line in _MISTAKE_LINES.strip().splitlines():
     _call, _, _words = _line.partition(" => ")
     _command, _, _arguments = _call.partition(": ")
-    MISTAKES.setdefault(_command, []).append(([CONFIG if word == "CONFIG" else word for word in shlex.split(_arguments)], _words))
+    MISTAKES.setdefault(_command, []).append(([_PATHS.get(word, word) for word in shlex.split(_arguments)], _words))
 
 
 def commands(group: click.Group, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
@@ -190,6 +200,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
     (tmp_path / "file").write_text("neither YAML: nor: data\n")
     (tmp_path / "bytes").write_bytes(b"name: \xff\n")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").write_text("model: small\n")
     (tmp_path / "images.idx").write_bytes(bytes([0, 0, 8, 3, 0, 0, 0, 1, 0, 0, 0, 1, 0, 0, 0, 1, 7]))
     (tmp_path / "labels.idx").write_bytes(bytes([0, 0, 8, 1, 0, 0, 0, 1, 0]))
     (tmp_path / "photos" / "ant").mkdir(parents=True)

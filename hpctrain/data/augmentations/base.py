@@ -40,6 +40,10 @@ class Augmentation(metaclass=CheckedArguments):
     name: ClassVar[str]
     draws: ClassVar[int] = 0
 
+    def __init__(self) -> None:
+        """Accept no arguments, so that a call with any raises a sentence."""
+        super().__init__()
+
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
         if "name" not in vars(cls):
