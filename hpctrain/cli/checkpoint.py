@@ -38,8 +38,8 @@ def checkpoint() -> None:
 def listing(path: Path) -> None:
     """List the checkpoints of a run in the order of steps.
 
-    PATH is a run directory, its directory of checkpoints, or a checkpoint; default: the newest run with checkpoints in runs. The
-    checkpoint with the best evaluation is marked. Only names, sizes and metadata are read, no tensors.
+    PATH is a run directory, its directory of checkpoints, or a checkpoint. The default is the newest run in `runs` that has a
+    checkpoint. The checkpoint with the best evaluation is marked. Only names, sizes and metadata are read, no tensors.
     """
     from hpctrain.runs.directory import StoredCheckpoint, read_best
 
@@ -65,8 +65,8 @@ def listing(path: Path) -> None:
 def verify(path: Path) -> None:
     """Read checkpoints completely and verify every checksum.
 
-    PATH is a run directory, its directory of checkpoints, or a checkpoint; default: the newest run with checkpoints in runs. The
-    exit code is 2 if a checkpoint is damaged.
+    PATH is a run directory, its directory of checkpoints, or a checkpoint. The default is the newest run in `runs` that has a
+    checkpoint. The exit code is 2 if a checkpoint is damaged.
     """
     from hpctrain.storage.checkpoint import read
 
@@ -92,8 +92,8 @@ def verify(path: Path) -> None:
 def show(path: Path, as_json: bool) -> None:
     """Show the position and the tensors of a checkpoint.
 
-    PATH is a checkpoint, or a run directory, whose newest checkpoint is shown; default: the newest run with checkpoints in
-    runs. Every checksum is verified.
+    PATH is a checkpoint, or a run directory, whose newest checkpoint is shown. The default is the newest run in `runs` that has
+    a checkpoint. Every checksum is verified.
     """
     import numpy as np
 
@@ -129,10 +129,10 @@ def show(path: Path, as_json: bool) -> None:
 def convert(path: Path, layout: str | None, shards: int | None, out: Path) -> None:
     """Convert a checkpoint to the other layout.
 
-    PATH is a checkpoint, or a run directory, whose newest checkpoint is converted; default: the newest run with checkpoints in
-    runs. Tensors and metadata are copied bitwise; the new checkpoint is read again and compared before the command ends. The name
-    of a directory of shards must end in .shards. A training can resume from the new checkpoint if it is in a run's directory of
-    checkpoints.
+    PATH is a checkpoint, or a run directory, whose newest checkpoint is converted. The default is the newest run in `runs` that
+    has a checkpoint. Tensors and metadata are copied bitwise; the new checkpoint is read again and compared before the command
+    ends. The name of a directory of shards must end in .shards. A training can resume from the new checkpoint if it is in a run's
+    directory of checkpoints.
     """
     from hpctrain.runs.owner import owned, run_of
     from hpctrain.storage.checkpoint import convert as write_converted
@@ -279,10 +279,10 @@ def export(
 ) -> None:
     """Write the weights of a run for other programs.
 
-    SOURCE is a run directory, whose newest checkpoint is exported, a checkpoint of any layout and grid, or a file of weights;
-    default: the newest run with checkpoints in runs.
-    PyTorch files need PyTorch, and ONNX files the extra `onnx`. An ONNX file also contains the model. The input of this model is
-    a batch of normalised images (N, C, H, W) of the size used in training.
+    SOURCE is a run directory, whose newest checkpoint is exported, a checkpoint of any layout and grid, or a file of weights.
+    The default is the newest run in `runs` that has a checkpoint. PyTorch files need PyTorch, and ONNX files the extra `onnx`. An
+    ONNX file also contains the model. The input of this model is a batch of normalised images (N, C, H, W) of the size used in
+    training.
     """
     from hpctrain.run.model_weights import SUFFIXES, of_checkpoint, of_file
     from hpctrain.storage import weights_file

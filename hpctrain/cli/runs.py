@@ -42,7 +42,7 @@ def autopsy(run: Path | None, as_json: bool) -> None:
     """Name the rank of a dead job that failed first.
 
     RUN is a run directory, or a directory of flight records. Flight records contain the last actions of each rank and survive a
-    crash. The default is the newest run in runs, or a later start on this machine that ended before it created a run directory.
+    crash. The default is the newest run in `runs`, or a later start on this machine that ended before it created a run directory.
     """
     from hpctrain.flight import autopsy as report
     from hpctrain.flight.autopsy import autopsy as findings
@@ -211,7 +211,8 @@ def _lines(reader: RunReader, console: Console, interval: float) -> None:
 def trace(run: Path | None, whole: bool) -> None:
     """Show where the time of a traced run went.
 
-    RUN is the directory of a run with trace=true; default: the newest one in runs. Rows are sorted by time, the longest first.
+    RUN is the directory of a run with trace=true. The default is the newest run in `runs`. Rows are sorted by time, the longest
+    first.
     """
     from hpctrain.core.errors import DataError
     from hpctrain.core.files import json_object, read_bytes
@@ -257,7 +258,8 @@ def report(runs: tuple[Path, ...], out: Path | None, png: Path | None, judges: b
     """Write an HTML report of one or more runs.
 
     The report is one file that needs no network: curves, the time table of a traced run, events, checkpoints, the configuration,
-    and its differences between runs. RUN is a run directory; default: the newest one in runs. The run may still be in progress.
+    and its differences between runs. RUN is a run directory. The default is the newest run in `runs`. The run may still be in
+    progress.
     """
     from hpctrain.core.errors import ConfigError
     from hpctrain.report.figures import check_matplotlib
@@ -341,8 +343,8 @@ def _write(path: Path, write: Callable[[], object]) -> None:
 def compare(runs: tuple[Path, ...], as_json: bool, out: Path | None) -> None:
     """Compare runs: results, configurations, first difference.
 
-    Each RUN is a run directory; default: the two newest ones in runs. The first bitwise difference is found with the hashes that
-    runs record every few steps (hashes.every_steps), and with checkpoints of the same step, tensor by tensor.
+    Each RUN is a run directory. The default is the two newest runs in `runs`. The first bitwise difference is found with the
+    hashes that runs record every few steps (hashes.every_steps), and with checkpoints of the same step, tensor by tensor.
     """
     from hpctrain.core.errors import ConfigError
 
