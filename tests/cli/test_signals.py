@@ -16,7 +16,7 @@ from tests.support.here import run_here
 from tests.support.jobs import Outcome
 from tests.support.kills import WRITERS, moments, run_writer
 from tests.support.signal_storm import QUIET, Setting, Tally, final_tensors, prepare, quiet_storm, same_bits
-from tests.support.tiny_runs import Start, whole_lines
+from tests.support.tiny_runs import Start
 
 pytestmark = pytest.mark.slow
 
