@@ -129,11 +129,11 @@ def started_by(environ: Mapping[str, str]) -> Launcher:
 def place_of(rank: int | None) -> str:
     """Return the prefix of this process's lines among those of other ranks, such as "[3/64@node7] ".
 
-    It is empty without a rank, and if there is only one process.
+    It is empty without a rank, and for rank 0 if there is no other.
     """
     launcher = _detect(os.environ)
     alone = launcher.expected_size == 1 or not launcher.starts_mpi
-    return "" if alone else place(rank, launcher.expected_size)
+    return "" if alone and not rank else place(rank, launcher.expected_size)
 
 
 def keeps_job_of_lost_ranks(environ: Mapping[str, str]) -> bool:

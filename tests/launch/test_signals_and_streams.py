@@ -91,7 +91,7 @@ _PLACE = "def the_place(): send(signal.SIGUSR2); time.sleep(0.5)\nthe_place()\n"
     ("program", "at_once", "code", "said", "words"),
     [
         *((f"for _ in range(50): send({number:d}); time.sleep(1e-3)\n", False, 0, "False", ()) for number in _WITHOUT_MEANING),
-        (_PLACE, False, 0, "False", (f"{place(0)}SIGUSR2 received, the run continues; stacks of all threads:", "in the_place")),
+        (_PLACE, False, 0, "False", ("SIGUSR2 received, the run continues; stacks of all threads:", "in the_place")),
         ("send(15); time.sleep(60)", True, 143, "", ("SIGTERM received: this process ends at once and writes no checkpoint.",)),
         ("send(1); time.sleep(0.3); watch.end_at_once()", False, 129, "", ("SIGHUP received",)),
         # After the close signals stay pending.
@@ -306,7 +306,7 @@ def test_every_line_has_the_place_and_the_file_has_them_too(capfd: pytest.Captur
 def test_a_stream_takes_their_place(capfd: pytest.CaptureFixture[str]) -> None:
     stream = io.StringIO()
     process_end.say_last_words(0, ["one", "two"], stream, stacks=False)
-    assert (stream.getvalue(), capfd.readouterr().err) == (f"{place(0)}one\n{place(0)}two\n", "")
+    assert (stream.getvalue(), capfd.readouterr().err) == ("one\ntwo\n", "")
 
 
 # A process that has mapped segments and written that down, then ends as is said.
