@@ -97,7 +97,7 @@ def train(case: Case, path: Path, folder: Path, chosen: argparse.Namespace) -> W
     """Train one case once.
 
     Raises:
-        RuntimeError: it failed; with its output.
+        RuntimeError: the training failed; the message contains its output.
     """
     overrides = [
         f"data.train={path}",

@@ -24,7 +24,7 @@ from typing import Any
 sys.path.append(str(Path(__file__).parents[1] / "hpctrain" / "bench"))  # hpctrain is not installed here
 
 import torch
-from process import be_nice, cpu_seconds, sent_bytes  # next to this file: there is no package to import from
+from process import be_nice, cpu_seconds, sent_bytes  # a file next to this one, because this environment lacks the package
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch_models import build

@@ -61,7 +61,7 @@ def commands(net: Net, threads: int, chosen: argparse.Namespace) -> dict[str, An
 
 
 def measure(name: str, threads: int, chosen: argparse.Namespace) -> dict[str, Any]:
-    """All variants of one network with this number of threads, as JSON holds it."""
+    """All variants of one network with `threads` threads, as the JSON file stores them."""
     net = NETS[name] if chosen.batch is None else replace(NETS[name], batch=chosen.batch)
     clock = "cpu" if threads == 1 else "wall"
     variants = commands(net, threads, chosen)

@@ -51,7 +51,7 @@ def prepare(file: Path, overrides: Sequence[str]) -> tuple[Config, TrainingSetup
 
 
 def check(config: Config) -> None:
-    """Refuse what is not passed to PyTorch here.
+    """Refuse settings that this program does not pass on to PyTorch.
 
     Raises:
         ConfigError: names the key.

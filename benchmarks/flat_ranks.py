@@ -26,7 +26,7 @@ def look(outstanding: int) -> dict[str, int]:
 
 
 def watch(out: Path, steps: int, every: int) -> None:
-    """From now on a training looks at its process every few steps, and writes that at its last one."""
+    """Make trainings record facts about their process every `every` steps, and write them to `out` at step `steps`."""
     from hpctrain.training.step import TrainingStep
 
     run, looks = TrainingStep.run, {}

@@ -6,7 +6,7 @@
     python -m benchmarks.grid --report benchmarks/results/grid-halos-vgg16.json
 
 All variants run in one job and take turns; a figure is the median over rounds of values from one round, with its bootstrap
-interval of 95 %. The report notes more ranks than cores: their times compare variants, they are no speed-up.
+interval of 95 %. If there are more ranks than cores, the report states it: such times compare variants, but are no speed-ups.
 """
 
 from __future__ import annotations

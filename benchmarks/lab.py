@@ -142,7 +142,7 @@ class Lab:
                     _run("tc", "-n", name, "qdisc", "add", "dev", device, "root", *shape)
 
     def cut(self, host: int) -> None:
-        """Cut the link of a host: from here on nothing reaches it, without a notice."""
+        """Cut the link of a host. Processes are not notified."""
         _run("ip", "-n", self._name(host), "link", "set", "eth0", "down")
 
     def mend(self, host: int) -> None:

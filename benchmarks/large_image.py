@@ -2,8 +2,8 @@
 
     python -m benchmarks.large_image --pixels 1024 --ranks 4
 
-First one rank without a limit measures the peak of its resident memory less that after set-up of the weights. Then one rank and
-all ranks run under the same limit on their data (RLIMIT_DATA): one rank must fail, the others must not.
+First, one rank without a limit measures its peak resident memory, minus that after set-up of the weights. Then one rank, and
+after it all ranks, run under the same limit on their data (RLIMIT_DATA): the single rank must fail, all ranks together must not.
 """
 
 from __future__ import annotations

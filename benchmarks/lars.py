@@ -31,7 +31,7 @@ _ALL, _PART = "every rank all", "own part"
 
 
 def run(name: str, ranks: int, chosen: argparse.Namespace) -> dict[str, Any]:
-    """The rounds of one network on a number of ranks.
+    """The rounds of one network on `ranks` ranks.
 
     Raises:
         SystemExit: there is no mpiexec. subprocess.SubprocessError: a rank failed.

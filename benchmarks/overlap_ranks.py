@@ -283,7 +283,7 @@ class Rank:
         return {kind: float(np.median(seconds)) for kind, seconds in found.items()}
 
     def formula_bytes(self, parties: int) -> dict[str, int]:
-        """Bytes that each of `ranks` ranks exchanges in a step by formula: of gradients, and with factors where these are less.
+        """Bytes that each of `parties` ranks exchanges in a step by formula: of gradients, and with factors where these are less.
 
         With n words of a layer and P ranks: 2 (P-1)/P n; for the inputs, errors and weights of a layer of K inputs and M outputs
         at b samples a rank (P-1)/P (K b + M b P + K M). In two levels a node sends what one rank of as many as nodes would.

@@ -1,4 +1,4 @@
-"""Rounds of turns on all ranks of a job: in an order that moves on, within a given time, without those that are far slower.
+"""Rounds of turns on all ranks of a job: in a rotating order, within a given time, without variants that are far slower.
 
 A job also has words for the process that started it (`say_and_wait`, `take_word`): its links are to be shaped, or not.
 """

@@ -78,8 +78,8 @@ def plot(base: str, runs: Sequence[Run], path: Path) -> None:
             of_model = [run for run in runs if run[0] == model]
             variants = names(of_model)
             for number, name in enumerate(variants):
-                aside = 0.06 * (number - (len(variants) - 1) / 2)  # so that intervals do not cover each other
-                points = [(at + aside, speed(run, name, base)) for at, (*_, run) in enumerate(of_model)]
+                shift = 0.06 * (number - (len(variants) - 1) / 2)  # so that intervals do not cover each other
+                points = [(at + shift, speed(run, name, base)) for at, (*_, run) in enumerate(of_model)]
                 drawn = [(at, value) for at, value in points if value is not None]
                 medians = [value.median for _, value in drawn]
                 spread = [[value.median - value.low for _, value in drawn], [value.high - value.median for _, value in drawn]]

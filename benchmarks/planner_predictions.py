@@ -100,7 +100,7 @@ class Planner:
         }
 
     def step_seconds(self, point: Point, slow: Mapping[int, float]) -> float:
-        """The seconds of the predicted step where ranks compute longer by a factor. Not collective."""
+        """The seconds of the predicted step if ranks compute longer by the factors `slow`. Not collective."""
         return self._predict(point, slow).step.seconds
 
     def _predict(self, point: Point, slow: Mapping[int, float]) -> Prediction:

@@ -56,7 +56,7 @@ _OPTIONS = SimulationOptions(progress=ProgressMode.THREAD)
 
 
 def nodes_of(cores: int) -> int:
-    """Ranks of a job on a number of cores: one a node."""
+    """Ranks of a job on `cores` cores: one per node."""
     return max(1, cores // CORES_PER_NODE)
 
 
@@ -89,7 +89,7 @@ def one_rank_per_node(machine: Machine) -> Machine:
 
 
 def on_some_cores(machine: Machine, cores: int) -> Machine:
-    """A machine of one rank a node, with only some of a node's cores computing."""
+    """A machine with one rank per node, of which only `cores` cores compute."""
     share = min(1.0, cores / CORES_PER_NODE)
     rates = {
         name: replace(
@@ -103,7 +103,7 @@ def on_some_cores(machine: Machine, cores: int) -> Machine:
 
 
 def job_of(network: str, batch: int, *overrides: str) -> Job:
-    """The published network on 224 px and 1,000 classes, with a number of samples a step."""
+    """The published network on 224 px and 1,000 classes, with `batch` samples per step."""
     config, _ = load(_ROOT / CONFIGS[network], [f"batch={batch}", "backend=onednn", *overrides])
     return prepare(config, 1, (224, 224, 3), 1000).job
 
@@ -170,7 +170,7 @@ def variations(machine: Machine, factor: float) -> dict[str, Machine]:
 
 
 def sensitivity(machine: Machine, cores: int, series: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """Speed-ups of strong scaling on numbers of cores, with each number of the machine 25 % smaller and 25 % larger."""
+    """Speed-ups of strong scaling on `cores` cores, with each number of the machine 25 % smaller and 25 % larger."""
     for network in CONFIGS:
         job = job_of(network, _STRONG_BATCH)
         for name in series:

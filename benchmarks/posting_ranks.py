@@ -62,12 +62,12 @@ def facts_of(events: Events, steps: int) -> dict[str, float]:
     delays, total = delays_of(events), table.total
     operators = events.of(Category.FORWARD, Category.PARAMETERS, Category.INPUT)
     lengths = (operators.stop_ns - operators.start_ns) * 1e-9
-    aside = events.of(Category.THREAD)
+    of_thread = events.of(Category.THREAD)
     return {
         "step_seconds": table.step_seconds,
         "exposed_seconds": total.exposed_seconds,
         "messages_seconds": total.messages_seconds,
-        "thread_seconds": float((aside.stop_ns - aside.start_ns).sum()) * 1e-9 / steps,
+        "thread_seconds": float((of_thread.stop_ns - of_thread.start_ns).sum()) * 1e-9 / steps,
         "delay_seconds": sum(delays) / steps,
         "operations": len(delays) / steps,
         "delay_of_operation_seconds": sum(delays) / max(1, len(delays)),

@@ -87,7 +87,7 @@ class Case:
 
     Attributes:
         kind: slow, wire or priority. model: a key of `SHAPES`. rate: of each host's link, as tc writes it; None: the ranks are on
-            this machine, a core each. variants: by name. share: of the rounds that are asked for.
+            this machine, a core each. variants: by name. share: fraction of the requested rounds that this case runs.
     """
 
     kind: str
@@ -119,7 +119,7 @@ class Case:
         return tuple(rank // self.ranks_per_host for rank in range(self.ranks))
 
     def rounds(self, asked: int) -> int:
-        """Rounds of this case for a requested number."""
+        """Rounds of this case if `asked` rounds are requested."""
         return max(min(asked, 2), round(self.share * asked))
 
     @property

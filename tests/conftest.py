@@ -36,7 +36,7 @@ from tests.support.marking import JobMarker
 hypothesis.settings.register_profile(
     "repeatable", derandomize=True, deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
 )
-hypothesis.settings.register_profile("quick", hypothesis.settings.get_profile("repeatable"), max_examples=20)
+hypothesis.settings.register_profile("quick", hypothesis.settings.get_profile("repeatable"), max_examples=17)
 hypothesis.settings.register_profile("usual", hypothesis.settings.get_profile("repeatable"), max_examples=50)
 hypothesis.settings.register_profile("all", hypothesis.settings.get_profile("repeatable"), max_examples=100)
 
@@ -63,9 +63,15 @@ _PASSED, _SKIPPED, _FAILED = 0, 1, 2
 _OUTCOMES = {"passed": _PASSED, "skipped": _SKIPPED, "failed": _FAILED}
 
 
-def pytest_collection_finish() -> None:
-    """Exclude the collected tests from garbage collections."""
-    gc.freeze()
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Disable garbage collection while tests are collected, and exclude the collected tests from later collections."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.freeze()
 
 
 @pytest.fixture(scope="session")
@@ -78,10 +84,10 @@ def world() -> Communicator:
 
 @pytest.fixture(autouse=True, scope="module")
 def _own_code_and_garbage() -> Generator[None]:
-    """Forget users' code that tests of a module have loaded: a run records all code of its process.
+    """Forget user code that the tests of a module have loaded, because a run records all user code of its process.
 
-    Then collect the module's garbage, and exclude what is left from later collections. A call of `hpctrain.train` ends with a
-    collection, which takes seconds if it visits all tests and everything that earlier modules have cached.
+    Then collect the garbage of the module, and exclude the remaining objects from later collections. `hpctrain.train` ends with a
+    collection, which would take seconds if it visited all tests and the caches of earlier modules.
     """
     files, folders = dict(user_code._files), list(user_code._config_folders)
     yield

@@ -345,12 +345,12 @@ def _constructors() -> Iterator[type]:
 
 
 def test_constructors_refuse_values_of_wrong_types_with_a_sentence() -> None:
-    """A layer with a wrong type would be made, and fail in a kernel, or end with an error of Python's arithmetic."""
+    """Without the check, the layer would fail in a kernel, or the constructor with an error of Python's arithmetic."""
     faults, kinds = [], set()
     for kind in _constructors():
         parameters = inspect.signature(kind).parameters
         needed = [name for name, one in parameters.items() if one.default is inspect.Parameter.empty]
-        if not set(needed) <= set(_LEGAL) or not parameters:  # a part of hpctrain that users do not make
+        if not set(needed) <= set(_LEGAL) or not parameters:  # users do not construct it
             continue
         kinds.add(kind.__name__)
         for argument in parameters:
@@ -384,7 +384,7 @@ def test_constructors_refuse_values_of_wrong_types_with_a_sentence() -> None:
     ],
 )
 def test_the_sentence_of_a_constructor_names_value_rule_and_legal_value(make: Callable[[], Layer], sentence: str) -> None:
-    """Also if a class of the user passes the value on, and for a value that Python's arithmetic would accept."""
+    """Would find a sentence without the value, its type or a legal one, also for 8.5, which Python's arithmetic accepts."""
     with pytest.raises(hpctrain.HpctrainError) as raised:
         make()
     assert str(raised.value) == sentence
@@ -454,7 +454,7 @@ def test_a_shape_with_its_channels_first_is_refused_as_such(image_shape: tuple[i
         lowered(model, 1, image_shape, "float32")
 
 
-def test_the_constructor_of_a_users_class_is_checked_where_it_calls_ours() -> None:
+def test_a_constructor_called_by_a_users_constructor_is_checked() -> None:
     class Net(hpctrain.Sequential):
         def __init__(self, channels: int) -> None:
             super().__init__({"conv": hpctrain.Conv2d(1, 2, 3), "last": channels})

@@ -104,7 +104,7 @@ def open_files() -> Counter[str]:
 
 @contextmanager
 def leaving_no_trace() -> Iterator[None]:
-    """Assert that the block restores this process. Files and threads of earlier tests may end meanwhile."""
+    """Assert that the block restores the state of this process. It may close files and end threads of earlier tests."""
     files, threads, before = open_files(), {*threading.enumerate()}, process_state()
     yield
     assert process_state() == before

@@ -1,6 +1,6 @@
 #include "common.cuh"
 
-// Rounds a number of float32 bit patterns from `first` on to bfloat16, by `Round`, which is one instruction on a GPU, and by integers. Each
+// Rounds `count` float32 bit patterns from `first` on to bfloat16, by `Round`, which is one instruction on a GPU, and by integers. Each
 // thread counts its differences; the pattern of its first one is kept.
 extern "C" __global__ void __launch_bounds__(256)
     compare_roundings(int64_t first, int64_t count, int64_t* __restrict__ differences, int64_t* __restrict__ patterns) {

@@ -165,6 +165,9 @@ class Operator(ABC):
         saved_bytes: size in bytes of the memory kept from forward to backward.
         scratch_bytes: size in bytes of the memory used within one call.
         fallback_reason: reason why the kernel set uses another set's operator, for reports; empty if it uses its own.
+        copied_bytes: bytes that three phases read and write to copy parameters, or their gradients, between formats, for
+            predictions. The phases are forward, the gradients of the parameters, and the gradients of the inputs.
+        winograd_shares: operations relative to those of the spec if the phase computes by Winograd; otherwise None.
     """
 
     spec: Spec
@@ -176,6 +179,8 @@ class Operator(ABC):
     scratch_bytes: int = 0
     buffers: Buffers
     fallback_reason: str = ""
+    copied_bytes: tuple[int, int, int] = (0, 0, 0)
+    winograd_shares: tuple[float | None, float | None, float | None] = (None, None, None)
 
     def bind(self, buffers: Buffers) -> None:
         """Bind the buffers, and build everything that a step needs, such as views and argument lists."""

@@ -134,15 +134,15 @@ PASS_STYLE = click.option(
 )
 
 
-#: directory of the runs of a command that names none
+#: default directory of runs
 RUNS = Path("runs")
 
 
 def newest_runs(count: int = 1, directory: Path = RUNS, *, trained: bool = False) -> list[Path]:
-    """Return the newest runs in a directory, oldest first, for a command that names no run.
+    """Return the newest `count` runs in a directory, oldest first: the default of commands that read runs.
 
     Args:
-        trained: whether only runs with a checkpoint count.
+        trained: whether to ignore runs without a checkpoint.
 
     Raises:
         CheckpointError: there are fewer runs.
@@ -159,7 +159,7 @@ def newest_runs(count: int = 1, directory: Path = RUNS, *, trained: bool = False
 
 
 def or_newest_trained(ctx: click.Context, parameter: click.Parameter, path: Path | None) -> Path | None:
-    """Return the path of an argument; default: the newest run with a checkpoint. Callback of click."""
+    """Return the path of an argument; if it is missing, that of the newest run with a checkpoint (callback of click)."""
     return newest_runs(trained=True)[0] if path is None and not ctx.resilient_parsing else path
 
 

@@ -35,7 +35,9 @@ class RankCounts(click.ParamType):
 
 @click.command()
 @OVERRIDES
-@click.option("--config", "file", type=FilePath(path_type=Path), required=True, help="Configuration file to train.")
+@click.option(
+    "--config", "file", type=FilePath(path_type=Path), metavar="FILE", required=True, help="Configuration file to train."
+)
 @click.option("--ranks", type=RankCounts(), required=True, help="Numbers of ranks to compare, such as 1,2,4.")
 @click.option(
     "--mode",

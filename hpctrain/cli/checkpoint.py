@@ -329,7 +329,7 @@ def show_weights(file: Path, as_json: bool) -> None:
 
 
 def _use_lines(out: Path, metadata: Mapping[str, str]) -> Iterator[str]:
-    """Yield sentences on the input and the output of the exported weights, as far as they are known, and on how to load them."""
+    """Yield sentences on the input and output of exported weights, if they are known, and on how to load the file."""
     known = {key: json.loads(metadata[key]) for key in ("image_shape", "mean", "std", "classes") if key in metadata}
     if "image_shape" in known:
         height, width, channels = known["image_shape"]

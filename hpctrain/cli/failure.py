@@ -180,7 +180,7 @@ def user_errors_end_in_sentences(
 ) -> Iterator[None]:
     """Print the sentences of a user's error and exit with code 2; let every other exception pass.
 
-    The log of a rank (--log-ranks) also receives the traceback.
+    The traceback is also written to the log of the rank (--log-ranks).
 
     Args:
         rank: callback that returns this process's rank in its job; None for a command that needs no other ranks.

@@ -53,8 +53,8 @@ def calibrate(out: Path, seconds: float, threads: int | None) -> None:
     """Measure this machine and write a machine model.
 
     Start it like a training: mpiexec -n 4 python -m mpi4py -m hpctrain calibrate --out machine.yaml. The ranks time operators,
-    and messages within and between nodes. Ranks with one thread on each of at least two cores also time operators with a single
-    thread. The file marks the quantities that could not be measured.
+    in float32 and in bfloat16 if their processors multiply it, and messages within and between nodes. Ranks with one thread on
+    each of at least two cores also time operators with a single thread. The file marks the quantities that could not be measured.
     """
     launcher = detect(os.environ)
     world: Communicator | None = None
@@ -115,7 +115,7 @@ def doctor(
     """
     launcher = detect(os.environ)
     read = None if file is None else partial(load_config, file, overrides)
-    queued = queued_seconds()  # before the age, which then contains all these waits
+    queued = queued_seconds()  # read before the age, so that the age contains all these waits
     rank = DoctorRank(launcher, read, run_directory, strict, as_json, seconds, age_seconds() - queued)
 
     def work(notebook: Notebook) -> int:

@@ -474,8 +474,8 @@ def show(
     if machine or task.config.machine:
         from hpctrain.planner import configured_search, machine_file
 
-        named = machine_file.read(str(machine or task.config.machine))
-        advice = configured_search.ranks_advice(task, named, image, classes)
+        model = machine_file.read(str(machine or task.config.machine))
+        advice = configured_search.ranks_advice(task, model, image, classes)
     plan_tables.print_plan(task, report, averaged, ranks_per_node, pinned, advice)
 
 

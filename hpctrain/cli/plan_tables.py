@@ -39,11 +39,11 @@ def print_plan(
     pinned: PlannedPinnedMemory | None = None,
     advice: str = "",
 ) -> None:
-    """Print the head, the layers, totals, gradients, the map of ranks and advice to stdout. No line is cut off.
+    """Print the head, layers, totals, gradients, map of ranks, and advice to stdout. Lines are never truncated.
 
     Args:
         ranks_per_node: number of consecutive ranks on each node; None: all ranks are on one node.
-        advice: sentence on the number of ranks, or "".
+        advice: last sentence, on the number of ranks; "": none.
     """
     console = output_console(_COLUMNS, markup=True)
     for line in _head(task):

@@ -72,7 +72,7 @@ def autopsy(run: Path | None, as_json: bool) -> None:
 
 
 def _latest_start() -> Path:
-    """Return the newest run, or the directory with the flight records of a start that is newer.
+    """Return the newest run with flight records, or the flight directory of the latest start if that is newer or set by the user.
 
     Raises:
         DataError: there are no records.

@@ -100,16 +100,22 @@ def machine_lines(machine: Machine, factors: Mapping[str, float], threads: int |
         )
 
 
-def measured_line(share: float) -> str:
-    """Return a sentence with the measured share of the compute time, and the commands that increase it."""
+def measured_line(share: float, estimate: str = "") -> str:
+    """Return a sentence with the measured share of the compute time, and the commands that increase it.
+
+    Args:
+        estimate: sentence about estimated rates, see `Machine.estimate_note`.
+    """
     if share >= _SHARE_THAT_IS_ALL:
         return "All computation times were measured on this processor."
     if share == 0:
         part_measured = "No computation times were measured; all follow from the machine's rates."
     else:
         part_measured = f"{share:.0%} of the computation time was measured; the rest follows from the machine's rates."
+    estimate = f" {estimate}" if estimate else ""
     return (
-        f"{part_measured} To measure a machine: `hpctrain calibrate`; to measure this network: `hpctrain plan search --measure`."
+        f"{part_measured}{estimate} To measure a machine: `hpctrain calibrate`; to measure this network: "
+        "`hpctrain plan search --measure`."
     )
 
 
@@ -147,7 +153,8 @@ def print_scaling(study: SimulatedStudy, points: Sequence[SimulatedPoint]) -> No
         if note is not None:
             out.print(note)
     out.print("")
-    out.print(measured_line(min(point.prediction.measured_share for point in points)))
+    share = min(point.prediction.measured_share for point in points)
+    out.print(measured_line(share, study.machine.estimate_note(task.job.dtype)))
     for line in size_lines(
         study.machine, max(point.ranks for point in points), max(point.prediction.memory_bytes for point in points)
     ):
@@ -216,7 +223,7 @@ def print_search(outcome: PlannedSearch, best: int, command: str) -> None:
     out.print("")
     for line in _statistics_lines(outcome, choices[0].candidate):
         out.print(line)
-    out.print(measured_line(choices[0].prediction.measured_share))
+    out.print(measured_line(choices[0].prediction.measured_share, task.machine.estimate_note(planned.job.dtype)))
     for line in size_lines(task.machine, task.ranks, choices[0].prediction.memory_bytes):
         out.print(line)
     ranks_of_node = counted(min(task.ranks, task.machine.ranks_per_node), "rank")
@@ -349,8 +356,14 @@ def _machine_lines(machine: Machine) -> list[tuple[str, str]]:
 
 
 def _rate_words(kind: OperatorClass, rate: OperatorRate) -> str:
-    speed = f"{rate.flops_per_second / 1e9:.1f} Gflop/s, " if kind is not OperatorClass.MEMORY else ""
-    return f"{speed}{size_text(rate.bytes_per_second)}/s, {rate.call_seconds * 1e6:.0f} us per call"
+    of_memory = kind.of_dtype("float32") is OperatorClass.MEMORY
+    speed = "" if of_memory else f"{rate.flops_per_second / 1e9:.1f} Gflop/s, "
+    of_weights = "".join(
+        f", {words} {size_text(n_bytes)}/s"
+        for words, n_bytes in (("weights", rate.weight_bytes_per_second), ("transposed", rate.transposed_bytes_per_second))
+        if n_bytes is not None
+    )
+    return f"{speed}{size_text(rate.bytes_per_second)}/s{of_weights}, {rate.call_seconds * 1e6:.0f} us per call"
 
 
 def _link_lines(link: Link) -> list[tuple[str, str]]:

@@ -278,6 +278,7 @@ _MOST_LISTED = 20
     "--config",
     "file",
     type=FilePath(path_type=Path),
+    metavar="FILE",
     help="Configuration file to use instead of the checkpoint's own; required if the run uses your own code. auto and best then "
     "search the runs of this configuration.",
 )

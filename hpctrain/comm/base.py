@@ -375,10 +375,9 @@ def raise_on_all_ranks(comm: Communicator, work: Callable[[], T]) -> T:
     kind, message, ranks = outcomes[failed[0]]
     if len(failed) < comm.size:
         ranks = ranks or [comm.world_ranks[rank] for rank in failed]
-    sentence, *frames = message.split("\n", 1)  # of user code
-    raise kind("\n".join([sentence + on_ranks(failed, comm.size), *frames]), ranks=ranks).of_all_ranks(
-        comm.world_ranks[0]
-    ) from failure
+    first, *others = message.split("\n", 1)  # further faults, or frames of user code
+    message = "\n".join([first + on_ranks(failed, comm.size), *others])
+    raise kind(message, ranks=ranks).of_all_ranks(comm.world_ranks[0]) from failure
 
 
 def on_ranks(failed: Sequence[int], size: int) -> str:

@@ -44,7 +44,7 @@ class OptionError(ConfigError):
     Attributes:
         option: name of the option; empty if the error was raised on another rank.
         known: names of the options that exist, if there is no option of this name.
-        fault: beginning of the sentence, to which other advice can be added; empty if the sentence has no parts.
+        fault: first part of the sentence, without advice, so that a caller can add its own; empty if there are no parts.
     """
 
     def __init__(self, sentence: str, option: str = "", *, known: Sequence[str] = (), ranks: Sequence[int] = ()) -> None:
@@ -55,7 +55,7 @@ class OptionError(ConfigError):
 
     @classmethod
     def of_parts(cls, fault: str, advice: str, option: str, known: Sequence[str] = ()) -> Self:
-        """Return the error whose sentence consists of a fault and advice, which may be empty."""
+        """Return an error with the sentence "FAULT; ADVICE.". The advice may be empty."""
         error = cls(f"{'; '.join(filter(None, (fault, advice)))}.", option, known=known)
         error.fault = fault
         return error

@@ -74,7 +74,7 @@ class RankLog(logging.Handler):
                 time.sleep(_LOOK_SECONDS)
 
     def close(self) -> None:
-        """Write the buffered lines, end the thread, and log the number of lines that were not written. May be called twice."""
+        """Write the buffered lines, wait for the thread to end, and log the number of lost lines. May be called twice."""
         if not self._closed:
             self.flush()
             self._closed = True

@@ -130,10 +130,13 @@ class Registry(Generic[T]):
 
     @contextmanager
     def refusals(self, name: str) -> Iterator[None]:
-        """Convert an exception of user code into a ConfigError (context manager). Errors of hpctrain's own code pass unchanged.
+        """Convert an exception of user code into a ConfigError (context manager).
+
+        An HpctrainError passes; if a call in user code raised it, its message also names the line of this call. Bugs of hpctrain
+        pass unchanged.
 
         Raises:
-            ConfigError: user code raised a ValueError, which refuses a value, or has failed.
+            ConfigError: user code raised an exception. A ValueError raised by a statement of user code refuses a value.
         """
         label = f'{_capital(self.kind)} "{name}"'
         try:
@@ -404,17 +407,18 @@ def wrong_call(
 
 
 class CheckedArguments(ABCMeta):
-    """Metaclass of public base classes, such as `Layer`: the constructors of their subclasses check their arguments.
+    """Metaclass of public base classes, such as `Layer`: constructors of hpctrain's subclasses check their arguments.
 
-    It applies to hpctrain's own subclasses, including generated constructors of dataclasses. The class of a user is checked where
-    it calls one of these constructors.
+    Generated constructors of dataclasses are included. Constructors of user classes are not checked, but the constructors of
+    hpctrain that they call are.
     """
 
     def __init__(cls, name: str, bases: tuple[type, ...], attributes: dict[str, Any], **keywords: Any) -> None:
         super().__init__(name, bases, attributes, **keywords)
         if "__init__" in attributes:
-            cls.__init__ = attributes["__init__"]  # type: ignore[misc]  # see `__setattr__`
+            cls.__init__ = attributes["__init__"]  # type: ignore[misc]  # through `__setattr__`
 
+    # `dataclass` assigns its generated constructor after the class exists.
     def __setattr__(cls, name: str, value: Any) -> None:
         checks = name == "__init__" and cls.__module__.startswith("hpctrain.")
         super().__setattr__(name, _with_checked_types(cls, value) if checks else value)
@@ -426,9 +430,10 @@ def _with_checked_types(cls: type, constructor: Callable[..., None]) -> Callable
     del parameters[next(iter(parameters))]  # self
     by_place = [name for name, parameter in parameters.items() if parameter.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
     types: dict[str, Any] = {}
-    usual: dict[str, frozenset[type]] = {}  # a network has hundreds of layers: most arguments need this look only
+    # A network has hundreds of layers, so most arguments must pass by a comparison of their type alone.
+    usual: dict[str, frozenset[type]] = {}
 
-    def complete() -> None:  # at the first call: a dataclass is complete then
+    def complete() -> None:  # at the first call, when a dataclass is complete
         types.update(_types(cls if is_dataclass(cls) else constructor))
         usual.update({name: _usual_types(types.get(name, Any)) for name in parameters})
 
@@ -459,7 +464,7 @@ def _with_checked_types(cls: type, constructor: Callable[..., None]) -> Callable
 
 
 def _usual_types(expected: Any) -> frozenset[type]:
-    """Return types whose values all have an annotated type, as far as they are known without a value."""
+    """Return the plain types all of whose values are legal for an annotation. Other types need `_test`."""
     members = _members(expected)
     plain = {kind for kind in members if kind in (int, float, bool, str, type(None))}
     return frozenset(plain | ({int} if float in plain else set()))
@@ -493,9 +498,12 @@ def _wrong_type(name: str, value: Any, expected: Any, default: Any, legal: str |
 
 
 def _wrong_item(name: str, value: Any, expected: Any) -> tuple[str, Any, Any]:
-    """Return (name, value, expected type) of the first wrong value in a mapping or list of objects, else the arguments."""
+    """Return (name, value, expected type) of the first wrong value in a mapping or list of objects.
+
+    Returns the arguments unchanged if there is no such value.
+    """
     for member in _members(expected):
-        origin, kind = get_origin(member), (*get_args(member), Any)[-2:][0]
+        origin, kind = get_origin(member), (get_args(member) or (Any,))[-1]  # of the values
         if origin is Mapping and isinstance(value, Mapping):
             items = list(value.items())
         elif origin is Sequence and isinstance(value, list | tuple):
@@ -519,7 +527,7 @@ def _members(expected: Any) -> tuple[Any, ...]:
 
 @cache
 def _test(expected: Any) -> Callable[[Any], bool]:
-    """Return the function that returns whether a value has an annotated type."""
+    """Return a function of a value that returns whether the value is legal for an annotation."""
     members = _members(expected)
     if len(members) > 1:
         tests = [_test(member) for member in members]
@@ -559,10 +567,10 @@ def _is_number(value: Any, kind: type[int] | type[float]) -> bool:
 
 
 def _is_sequence(value: Any, kinds: tuple[Any, ...]) -> bool:
-    """Return whether a value is a sequence of the types that `kinds` test; `...` at their end repeats the first one."""
+    """Return whether a value is a sequence whose items pass the tests `kinds`; (test, ...) tests every item."""
     if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
         return False
-    if not isinstance(value, Sized):  # an iterator, which a look would exhaust
+    if not isinstance(value, Sized):  # an iterator, which a test would exhaust
         return True
     if kinds[-1] is ...:
         return all(map(kinds[0], value))

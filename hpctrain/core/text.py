@@ -341,7 +341,7 @@ def nearest(name: str, names: Iterable[str], cutoff: float = _CUTOFF) -> str | N
 
     It is the most similar name if that is very similar, else the name that a usual word means, else the most similar one.
 
-    Upper and lower case are equal. Of names that are equally similar, it is the one with the longest common beginning, then the
+    The case of letters is ignored. Among equally similar names, the one with the longest common beginning is returned, then the
     first in alphabetical order.
 
     Args:

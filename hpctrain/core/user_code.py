@@ -44,7 +44,7 @@ _INSTRUMENTS = "hpctrain_testing"
 #: names of the program itself as a module
 _NO_NAMES = ("__main__", "__mp_main__")
 
-#: directory of the configuration file that this process has read last
+#: directory of the configuration file that this process has read last; empty before
 _config_folders: list[Path] = []
 #: reference -> file of its code
 _files: dict[str, Path] = {}
@@ -243,18 +243,21 @@ def _failed(reference: str, error: BaseException) -> ConfigError:
 
 
 def fault(error: Exception, subject: str = "") -> ConfigError | None:
-    """Return the error for an exception that user code has caused; None if it has caused none, or if the program is the user's.
+    """Return the error to report for an exception that user code caused; None for other exceptions.
 
     The first line of the message is a sentence with the kind of the exception, its message, and the line of user code. The
     following lines begin with blanks and are the frames of user code, as in a traceback.
 
+    Also returns None if no reference to user code has been loaded, or if a frame is of the program that runs (a user's script),
+    because its traceback is more useful.
+
     Args:
-        subject: what has failed; default: the file of the code.
+        subject: subject of the sentence; "": the file of the code.
     """
     if not _files or isinstance(error, (HpctrainError, MemoryError, BrokenPipeError)):
         return None
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_of_user(frame.filename)]
-    if any(Path(frame.filename).resolve() == Path(sys.argv[0]).resolve() for frame in frames):  # its traceback is more useful
+    if any(Path(frame.filename).resolve() == Path(sys.argv[0]).resolve() for frame in frames):
         return None
     called = _called_wrongly(error) if isinstance(error, TypeError) and not frames else None
     if not frames and called is None:
@@ -266,7 +269,7 @@ def fault(error: Exception, subject: str = "") -> ConfigError | None:
 
 
 def raises_itself(error: BaseException) -> bool:
-    """Return whether the innermost frame of an error is a statement `raise` of user code, or no frame is of user code."""
+    """Return whether a `raise` statement of user code raised an error. Also true if no frame is of user code."""
     frames = traceback.extract_tb(error.__traceback__)
     if not any(_is_of_user(frame.filename) for frame in frames):
         return True
@@ -274,14 +277,14 @@ def raises_itself(error: BaseException) -> bool:
 
 
 def calling_line(error: BaseException) -> str:
-    """Return the file and line of user code whose call of hpctrain raised the error; empty if there is no such call."""
+    """Return the file and line of the call in user code that raised an error; empty if there is no such call."""
     frames = traceback.extract_tb(error.__traceback__)
     of_user = [frame for frame in frames if _is_of_user(frame.filename)]
     return f"{of_user[-1].filename}, line {of_user[-1].lineno}" if of_user and of_user[-1] is not frames[-1] else ""
 
 
 def _is_of_user(file: str) -> bool:
-    """Return whether a file has code of the user: code that was loaded by a reference, or neither Python's nor a package's."""
+    """Return whether a file contains user code: a reference loaded it, or it belongs neither to Python nor to a package."""
     if Path(file) in _files.values():
         return True
     is_of_package = file.startswith((*_NOT_THE_USERS, str(_PACKAGE))) or any(folder in file for folder in _OF_PACKAGES)
@@ -289,7 +292,7 @@ def _is_of_user(file: str) -> bool:
 
 
 def _called_wrongly(error: TypeError) -> tuple[str, int] | None:
-    """Return (file, line) of the user's function that was called with wrong arguments; None if it is no function of the user."""
+    """Return (file, line) of the user's function that was called with wrong arguments; None for other functions."""
     match = re.match(r"([A-Za-z_][\w.]*)\(\) (?:missing|takes|got)", str(error))
     for module in tuple(sys.modules.values()) if match else ():
         if not _is_of_user(getattr(module, "__file__", None) or ""):

@@ -149,8 +149,8 @@ def load_training(age_seconds: float, opened: OpenedFiles, modules: Sequence[str
     """
     for module in modules:
         importlib.import_module(module)
-    # Waits are read inside the interval that the clock measures. A wait after the second reading of the clock would be
-    # subtracted from time that does not contain it.
+    # The waits are read before the clock. In the other order, a wait between the two readings would be subtracted from a time
+    # that does not contain it.
     queued = queued_seconds() - opened.queued_seconds
     seconds = time.perf_counter() - opened.begin - queued
     return StartFacts(age_seconds + seconds, time.process_time(), opened.count)

@@ -125,13 +125,17 @@ class ArrayOperator(Operator):
         return gradients
 
     def _write(self, target: Array, value: Array | None, name: str, method: str) -> None:
-        """Copy a result of the layer's code.
+        """Copy a result of the layer's code to a buffer.
+
+        Args:
+            name: name of the result in messages.
+            method: method of the layer that returned it.
 
         Raises:
-            ShapeError: the result has another shape than the target.
+            ShapeError: the result is None, or cannot be broadcast to the shape of the buffer.
         """
         try:
-            if value is None:  # NumPy would write nan
+            if value is None:  # NumPy would convert it to nan
                 raise TypeError
             target[...] = value
         except (TypeError, ValueError):
@@ -142,6 +146,6 @@ class ArrayOperator(Operator):
             ) from None
 
     def _place(self, method: str) -> str:
-        """Return the name of the layer, the class, the method, and its file and line."""
+        """Return the name and class of the layer, and the method with its file and line."""
         code = getattr(type(self._layer), method).__code__
         return f"Layer {self._name}: {type(self._layer).__name__}.{method} ({code.co_filename}, line {code.co_firstlineno})"

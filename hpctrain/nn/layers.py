@@ -155,7 +155,7 @@ def pair(value: PairLike, noun: str) -> Pair:
 
 
 def _integers(value: Iterable[int] | SupportsInt) -> tuple[int, ...]:
-    """Return the integers of a sequence, or one integer of NumPy twice."""
+    """Return the items of a sequence as integers; for a single integer of NumPy, return it twice."""
     return tuple(map(int, value)) if isinstance(value, Iterable) else (int(value), int(value))
 
 

@@ -1,9 +1,9 @@
 """Calibrate a machine: measure its links, memory and operator rates with the ranks of a job, within a time limit.
 
 Links are measured between pairs of ranks. Within nodes, all pairs communicate at once, as in a step. Between nodes, one pair
-measures first, alone on its network cards. Then all pairs measure at once, which shows how many ranks share a card. The rate of
-an operator class is its work divided by its time in steps of small networks. If every rank has one thread per core and at least
-two cores, all ranks measure these rates again with one thread each, and then copy memory with all threads.
+measures first, alone on its network cards. Then all pairs measure at once, which shows how many ranks share a card. The rates of
+operators are fitted to their times in steps of small networks, in each precision. If every rank has one thread per core and at
+least two cores, all ranks measure these rates again with one thread each, and then copy memory with all threads.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from statistics import median
 
 import numpy as np
 
@@ -22,11 +21,11 @@ from hpctrain.comm.groups import node_numbers
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.core.text import counted
 from hpctrain.models import catalogue
-from hpctrain.nn.layers import Flatten, Layer, Linear, Sequential
+from hpctrain.nn.layers import AdaptiveAveragePool, Conv2d, Flatten, Layer, Linear, ReLU, Sequential
 from hpctrain.nn.network import Network
 from hpctrain.planner import link_measurement, machine_file
 from hpctrain.planner.link_measurement import SIZES, LinkProbe, MessagePoint
-from hpctrain.planner.machine import Link, LinkSegment, Machine, OperatorClass, OperatorRate
+from hpctrain.planner.machine import Link, LinkSegment, Machine, OperatorClass, OperatorRate, slowest_rate
 from hpctrain.planner.operator_work import OperatorWork, work_of
 from hpctrain.planner.program_timing import TimedProgram, clock_of, fake_mergers
 
@@ -49,27 +48,36 @@ def _linear() -> Layer:
     return Sequential([Flatten(), Linear(12 * 12 * 3, 4096), Linear(4096, 1024), Linear(1024, 100)])
 
 
-#: networks with convolutions of usual shapes, and with large linear layers
-_LARGE = (RateTask(lambda: catalogue.build("resnet18", {}), 4, 112), RateTask(_linear, 32, 12))
-#: network of small operators, whose time is mostly call overhead
-_SMALL = RateTask(lambda: catalogue.build("resnet_small", {"depth": 20, "width": 0.25}), 1, 8)
+def _large_images() -> Layer:
+    convolutions = [Conv2d(3, 128, 3, padding=1), ReLU(), Conv2d(128, 128, 3, padding=1), ReLU()]
+    return Sequential([*convolutions, AdaptiveAveragePool(1), Flatten(), Linear(128, 10)])
+
+
+_TASKS = (
+    RateTask(lambda: catalogue.build("resnet18", {}), 4, 112),
+    RateTask(lambda: catalogue.build("resnet18", {}), 2, 64),  # many weights for few pixels
+    RateTask(_large_images, 2, 64),  # tiles of Winograd do not fit into caches
+    RateTask(_linear, 32, 12),
+    RateTask(_linear, 2, 12),
+    RateTask(lambda: catalogue.build("resnet_small", {"depth": 20, "width": 0.25}), 1, 8),  # mostly call overhead
+)
 
 #: (work of an operator, seconds)
 Timing = tuple[OperatorWork, float]
 
 
 def measure_rates_of(
-    kernels: KernelSet, threads: int, before: Callable[[], None] = lambda: None
+    kernels: KernelSet, threads: int, before: Callable[[], None] = lambda: None, dtypes: Sequence[str] = ("float32",)
 ) -> dict[OperatorClass, OperatorRate]:
     """Measure the rates of one rank with `threads` threads.
 
     Args:
         before: callback before each step: a barrier if several ranks are to compute at the same time.
+        dtypes: dtypes of activations to measure, equal on all ranks.
     """
     clock = clock_of(threads)
-    call_seconds = median(seconds for _, seconds in _timings(_SMALL, kernels, clock, before))
-    timings = [timing for task in _LARGE for timing in _timings(task, kernels, clock, before)]
-    return rates_from_timings(timings, call_seconds)
+    timings = [timing for dtype in dtypes for task in _TASKS for timing in _timings(task, kernels, dtype, clock, before)]
+    return rates_from_timings(timings)
 
 
 def measure_memory_traffic(threads: int, before: Callable[[], None] = lambda: None) -> float:
@@ -103,29 +111,77 @@ def measure_memory_traffic(threads: int, before: Callable[[], None] = lambda: No
     return 2 * _COPIED_BYTES * _COPIES * threads / fastest
 
 
-def rates_from_timings(timings: list[Timing], call_seconds: float) -> dict[OperatorClass, OperatorRate]:
-    """Return the rates of operator classes: work divided by time, without the call overhead.
+def rates_from_timings(timings: Sequence[Timing]) -> dict[OperatorClass, OperatorRate]:
+    """Return the rates of the operator classes that have timings.
 
-    Work is counted in operations for convolutions and products, and in bytes for memory-bound operators.
+    Operations of memory-bound operators take the rate of convolutions. Bytes of activations take that of memory-bound operators.
     """
-    memory = _ratio([(work.bytes, seconds) for work, seconds in timings if work.kind is OperatorClass.MEMORY], call_seconds)
-    flops = {
-        kind: _ratio([(work.flops, seconds) for work, seconds in timings if work.kind is kind], call_seconds)
-        for kind in (OperatorClass.CONVOLUTION, OperatorClass.PRODUCT)
-    }
-    flops[OperatorClass.MEMORY] = flops[OperatorClass.CONVOLUTION]
-    return {kind: OperatorRate(flops[kind], memory, call_seconds) for kind in OperatorClass}
+    of_class: dict[OperatorClass, list[Timing]] = {}
+    for work, seconds in timings:
+        of_class.setdefault(work.kind, []).append((work, seconds))
+    fitted = {kind: _fitted(some, by_bytes=_is_memory(kind)) for kind, some in of_class.items()}
+
+    def rate(kind: OperatorClass) -> OperatorRate:
+        dtype = "float32" if kind is kind.of_dtype("float32") else "bfloat16"
+        call_seconds, operation_seconds, *others = fitted[kind]
+        if _is_memory(kind):
+            operation_seconds = fitted[OperatorClass.CONVOLUTION.of_dtype(dtype)][1]
+        byte_seconds = fitted[OperatorClass.MEMORY.of_dtype(dtype)][1]
+        return OperatorRate(1 / operation_seconds, 1 / byte_seconds, call_seconds, *(1 / one if one else None for one in others))
+
+    return {kind: rate(kind) for kind in OperatorClass if kind in fitted}
 
 
-def _ratio(works: list[tuple[int, float]], call_seconds: float) -> float:
-    seconds = sum(max(0.0, seconds - call_seconds) for _, seconds in works)
-    return sum(work for work, _ in works) / seconds
+def _is_memory(kind: OperatorClass) -> bool:
+    return kind.of_dtype("float32") is OperatorClass.MEMORY
 
 
-def _timings(task: RateTask, kernels: KernelSet, clock: Callable[[], float], before: Callable[[], None]) -> list[Timing]:
-    network = Network(task.make(), (task.pixels, task.pixels, 3), kernels)
+# Least seconds of a call, and of an operation or byte, so that all rates are finite.
+_LEAST_CALL_SECONDS, _LEAST_SECONDS = 1e-7, 1e-15
+
+
+def _fitted(timings: Sequence[Timing], *, by_bytes: bool) -> list[float]:
+    """Return the seconds of a call, an operation, a byte of weights, a byte of transposing copies, and an operation by Winograd.
+
+    The times of calls are fitted as sums of these parts. The fit minimises the sum of (predicted - measured)^2 / measured, so
+    that neither the longest nor the shortest calls dominate. A part without work takes 0 seconds.
+
+    Args:
+        by_bytes: whether the second part is the time of a byte instead, as for memory-bound operators.
+    """
+    parts = np.array([_parts(work, by_bytes=by_bytes) for work, _ in timings], np.float64)
+    roots = np.sqrt([max(seconds, _LEAST_CALL_SECONDS) for _, seconds in timings])
+    largest = parts.max(axis=0)
+    result = np.where(largest > 0, _LEAST_SECONDS, 0.0)
+    columns = np.flatnonzero(largest)
+    while columns.size:
+        weighted = parts[:, columns] / largest[columns] / roots[:, None]
+        seconds = np.linalg.lstsq(weighted, roots, rcond=None)[0] / largest[columns]
+        if np.all(seconds > 0):
+            result[columns] = np.maximum(seconds, _LEAST_SECONDS)
+            break
+        columns = columns[seconds > 0]  # noise can make a part negative; fit the other parts without it
+    return [float(one) for one in result]
+
+
+def _parts(work: OperatorWork, *, by_bytes: bool) -> tuple[int, int, int, int, int]:
+    """Return the amounts of the parts of `_fitted`."""
+    amount = work.bytes if by_bytes else 0 if work.winograd_flops else work.flops
+    return 1, amount, work.weight_bytes, work.transposed_bytes, work.winograd_flops
+
+
+def _timings(
+    task: RateTask, kernels: KernelSet, dtype: str, clock: Callable[[], float], before: Callable[[], None]
+) -> list[Timing]:
+    network = Network(task.make(), (task.pixels, task.pixels, 3), kernels, dtype=dtype)
     timed = TimedProgram(
-        network.graph(task.batch), kernels, network.parameter_specs, shards={}, mergers=fake_mergers(1, 1), clock=clock
+        network.graph(task.batch),
+        kernels,
+        network.parameter_specs,
+        shards={},
+        mergers=fake_mergers(1, 1),
+        dtype=dtype,
+        clock=clock,
     )
     times = timed.measure(_STEPS, before)
     timings = []
@@ -260,9 +316,7 @@ def _rates(
     together = comm.allgather_object(measure_rates(_barrier(comm, progress)))
     alone = comm.broadcast_object(measure_rates(lambda: None) if comm.rank == 0 and comm.size > 1 else together[0])
     rates = _slowest(together)
-    slowed = {
-        kind: max(1.0, _speed(alone[kind], kind) / _speed(rates[kind], kind) if comm.size > 1 else 1.0) for kind in OperatorClass
-    }
+    slowed = {kind: max(1.0, _speed(alone[kind], kind) / _speed(rates[kind], kind) if comm.size > 1 else 1.0) for kind in rates}
     return rates, slowed
 
 
@@ -298,18 +352,11 @@ def _barrier(comm: Communicator, progress: ProgressEngine) -> Callable[[], None]
 
 def _slowest(rates_of_ranks: Sequence[Mapping[OperatorClass, OperatorRate]]) -> dict[OperatorClass, OperatorRate]:
     """Return the lowest rates and the longest call of any rank, by class."""
-    return {
-        kind: OperatorRate(
-            min(rates[kind].flops_per_second for rates in rates_of_ranks),
-            min(rates[kind].bytes_per_second for rates in rates_of_ranks),
-            max(rates[kind].call_seconds for rates in rates_of_ranks),
-        )
-        for kind in OperatorClass
-    }
+    return {kind: slowest_rate([rates[kind] for rates in rates_of_ranks]) for kind in rates_of_ranks[0]}
 
 
 def _speed(rate: OperatorRate, kind: OperatorClass) -> float:
-    return rate.bytes_per_second if kind is OperatorClass.MEMORY else rate.flops_per_second
+    return rate.bytes_per_second if _is_memory(kind) else rate.flops_per_second
 
 
 def _within(

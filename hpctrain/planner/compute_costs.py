@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import median
 from typing import Protocol
 
@@ -61,9 +61,6 @@ class ComputeCosts(Protocol):
 # Accesses per element of an update with momentum: reads of weight, gradient, momentum, and again of the weight for the check of
 # finite values; writes of weight and momentum.
 _UPDATE_ACCESSES = 6
-# Speed of convolutions in bfloat16 relative to float32, if they were not measured. With AVX512_BF16 the direct kernels take half
-# the time (measured); AMX is faster.
-_BFLOAT16_SPEED = 2.0
 # Number of calls in a step that cost about as much as an operator's call: loss, sums, message, learning rate, input.
 _CALLS_OF_A_STEP = 20
 
@@ -77,19 +74,12 @@ class RateCosts:
     """
 
     def __init__(self, machine: Machine, dtype: str = "float32") -> None:
-        self._rates, self._item_bytes = dict(machine.rates), item_bytes(parameter_dtype(dtype))
+        self._machine, self._item_bytes = machine, item_bytes(parameter_dtype(dtype))
 
     def seconds(self, step: PlannedStep, action: Action, memory: StepMemory | None = None) -> float:
-        """Return call_seconds + max(flops / flops_per_second, bytes / bytes_per_second); 0 if the action does no work.
-
-        Convolutions in bfloat16 have twice the machine's flops_per_second, which are those of float32.
-        """
+        """Return the seconds of the operator's work at the rate of its class and precision; 0 if the action does no work."""
         work = work_of(step, action, memory)
-        if work.is_nothing:
-            return 0.0
-        if work.kind is OperatorClass.CONVOLUTION and step.operator.inputs[0].dtype == "bfloat16":
-            work = replace(work, flops=round(work.flops / _BFLOAT16_SPEED))
-        return self._call_seconds(work)
+        return 0.0 if work.is_nothing else self._call_seconds(work)
 
     def product_seconds(self, product: FactorProduct) -> float:
         """Return the seconds of the product, computed from its operations and bytes."""
@@ -97,12 +87,12 @@ class RateCosts:
 
     def update_seconds(self, elements: int) -> float:
         """Return the seconds of an update of `elements` elements with momentum, including the check for non-finite values."""
-        rate = self._rates[OperatorClass.MEMORY]
+        rate = self._machine.rates[OperatorClass.MEMORY]
         return _UPDATE_ACCESSES * elements * self._item_bytes / rate.bytes_per_second
 
     def step_seconds(self, input_bytes: int, operators: int) -> float:
         """Return the seconds to copy the input and to make a fixed number of calls. `seconds` includes the calls of operators."""
-        rate = self._rates[OperatorClass.MEMORY]
+        rate = self._machine.rates[OperatorClass.MEMORY]
         return _CALLS_OF_A_STEP * rate.call_seconds + 2 * input_bytes / rate.bytes_per_second
 
     def measured_share(self) -> float:
@@ -110,8 +100,7 @@ class RateCosts:
         return 0.0
 
     def _call_seconds(self, work: OperatorWork) -> float:
-        rate = self._rates[work.kind]
-        return rate.call_seconds + max(work.flops / rate.flops_per_second, work.bytes / rate.bytes_per_second)
+        return work.seconds(self._machine.rate(work.kind))
 
 
 class _CountedCosts:
@@ -324,7 +313,7 @@ def _waits(step: PlannedStep) -> bool:
 def sampled_rates(plan: ExecutionPlan, times: SampledTimes) -> dict[OperatorClass, OperatorRate]:
     """Return the rates of a rank's sampled operators, to scale times between sizes if no better rates are known.
 
-    A class without operators gets the rate of all operators together.
+    A class without operators gets the rate of the same operators in another precision, otherwise that of all operators together.
 
     Args:
         plan: plan of the sampled rank.
@@ -337,7 +326,13 @@ def sampled_rates(plan: ExecutionPlan, times: SampledTimes) -> dict[OperatorClas
         if len(members) == 1 and not work.is_nothing and not _waits(plan.steps[k]):
             works.append((work, times.operators[last, plan.steps[k].name]))
     call_seconds = min((seconds for _, seconds in works), default=0.0)
-    return {kind: _rate([one for one in works if one[0].kind is kind] or works, call_seconds) for kind in OperatorClass}
+
+    def rate(kind: OperatorClass) -> OperatorRate:
+        own = [one for one in works if one[0].kind is kind]
+        alike = [one for one in works if one[0].kind.of_dtype("float32") is kind.of_dtype("float32")]
+        return _rate(own or alike or works, call_seconds)
+
+    return {kind: rate(kind) for kind in OperatorClass}
 
 
 def _rate(works: list[tuple[OperatorWork, float]], call_seconds: float) -> OperatorRate:

@@ -49,7 +49,7 @@ def configured_costs(machine: Machine, task: PlannedRun, compute: float = 1.0) -
         task: the job.
         compute: speed of computation relative to the machine's.
     """
-    rates = RateCosts(machine.scaled(compute=compute), task.config.dtype)
+    rates = RateCosts(machine.scaled(compute=compute), task.job.dtype)
     if not is_here(machine):
         return rates
     times = OperatorTimes(configured_setting(machine, task), cache_file())
@@ -460,13 +460,13 @@ def run(study: SimulatedStudy, say: Callable[[str], None] = lambda line: None) -
 
 
 def ranks_advice(task: PlannedRun, machine: Machine, image: Image | None = None, classes: int | None = None) -> str:
-    """Return a sentence on whether fewer or more ranks would take shorter steps of the same batch, by simulation.
+    """Simulate steps of the same batch on half and on twice as many ranks; return a sentence with the step times and advice.
 
-    Half and twice the number of ranks are compared, with the rows of the configured grid. Numbers that cannot run the job, or
-    whose ranks lack memory, are left out.
+    The grids keep the configured number of rows. A number of ranks that cannot run the job or has too little memory is left out;
+    if none remains, "" is returned.
 
     Args:
-        machine: the machine of all ranks.
+        machine: machine model of all ranks.
         image: (H, W, C) of the images, see `prepare`.
         classes: number of classes, see `prepare`.
     """

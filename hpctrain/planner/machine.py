@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
@@ -17,27 +17,71 @@ _COPY_ACCESSES, _SUM_ACCESSES = 2, 3
 
 
 class OperatorClass(StrEnum):
-    """Class of operators with a common rate."""
+    """Class of operators with a common rate in one precision. Machines may lack the classes of bfloat16."""
 
     CONVOLUTION = "convolution"
     PRODUCT = "product"  # linear layers
     MEMORY = "memory"  # memory-bound: batch norm, ReLU, pooling, additions, copies, updates
+    CONVOLUTION_BFLOAT16 = "convolution_bfloat16"
+    PRODUCT_BFLOAT16 = "product_bfloat16"
+    MEMORY_BFLOAT16 = "memory_bfloat16"
+
+    def of_dtype(self, dtype: str) -> OperatorClass:
+        """Return the class of the same operators between activations of a dtype."""
+        plain = self.value.partition("_")[0]
+        return OperatorClass(f"{plain}_bfloat16" if dtype == "bfloat16" else plain)
+
+
+# Speed of convolutions in bfloat16 relative to float32, if they were not measured. With AVX512_BF16 the direct kernels take half
+# the time (measured); AMX is faster.
+_BFLOAT16_SPEED = 2.0
 
 
 @dataclass(frozen=True)
 class OperatorRate:
     """Rate of a class of operators on one rank while all ranks of a node compute.
 
-    A call takes call_seconds + max(flops / flops_per_second, bytes / bytes_per_second).
+    A call takes call_seconds + max(flops / flops_per_second, bytes / bytes_per_second). Bytes of weights with a rate of their own
+    take additional time instead.
+
+    Attributes:
+        weight_bytes_per_second: bytes of weights, or of their gradients, that are read, written or copied per second; None: as
+            other bytes.
+        transposed_bytes_per_second: bytes read and written per second by transposing copies of weights, for inputs' gradients;
+            None: as other bytes.
+        winograd_flops_per_second: operations per second of convolutions by Winograd; None: as long as direct convolutions.
     """
 
     flops_per_second: float
     bytes_per_second: float
     call_seconds: float
+    weight_bytes_per_second: float | None = None
+    transposed_bytes_per_second: float | None = None
+    winograd_flops_per_second: float | None = None
 
     def scaled(self, factor: float) -> OperatorRate:
         """Return the rate of a rank that computes `factor` times as fast."""
-        return OperatorRate(self.flops_per_second * factor, self.bytes_per_second * factor, self.call_seconds / factor)
+        return slowest_rate([self], factor)
+
+
+def slowest_rate(rates: Sequence[OperatorRate], factor: float = 1.0) -> OperatorRate:
+    """Return the lowest speeds and the longest call of several rates, of ranks that compute `factor` times as fast.
+
+    A speed is None if one of the rates lacks it.
+    """
+
+    def lowest(speeds: Sequence[float | None]) -> float | None:
+        known = [speed for speed in speeds if speed is not None]
+        return min(known) * factor if len(known) == len(speeds) else None
+
+    return OperatorRate(
+        min(one.flops_per_second for one in rates) * factor,
+        min(one.bytes_per_second for one in rates) * factor,
+        max(one.call_seconds for one in rates) / factor,
+        lowest([one.weight_bytes_per_second for one in rates]),
+        lowest([one.transposed_bytes_per_second for one in rates]),
+        lowest([one.winograd_flops_per_second for one in rates]),
+    )
 
 
 def seconds_with_threads(one_thread: float, full_threads: float, full: int, threads: int) -> float:
@@ -232,10 +276,31 @@ class Machine:
             within=origin._shared_link(origin.within, ranks_per_node, local=True),
             between=origin._shared_link(origin.between, ranks_per_node, local=False),
             ranks_per_card=-(-ranks_per_node // cards),
-            rates={kind: origin._rate(kind, ranks_per_node, threads) for kind in origin.rates},
+            rates={
+                kind: origin._rate(kind, ranks_per_node, threads) for kind in origin.rates if kind in origin.single_thread_rates
+            },
             concurrency={},
             origin=origin,
         )
+
+    def rate(self, kind: OperatorClass) -> OperatorRate:
+        """Return the rate of a class.
+
+        If the machine has no rates of bfloat16, they are those of float32, with twice the operations per second of convolutions.
+        """
+        rate = self.rates.get(kind)
+        if rate is not None:
+            return rate
+        of_float32 = self.rates[kind.of_dtype("float32")]
+        if kind is not OperatorClass.CONVOLUTION_BFLOAT16:
+            return of_float32
+        return replace(of_float32, flops_per_second=_BFLOAT16_SPEED * of_float32.flops_per_second)
+
+    def estimate_note(self, dtype: str) -> str:
+        """Return a sentence if the rates for activations of a dtype are estimated from those of float32; otherwise ""."""
+        if dtype != "bfloat16" or OperatorClass.CONVOLUTION_BFLOAT16 in self.rates:
+            return ""
+        return f"The rates of bfloat16 are estimated from those of float32, because machine {self.name} has none of bfloat16."
 
     def with_threads(self, threads: int | None) -> Machine:
         """Return the machine whose ranks have this number of threads, or itself if their effect is unknown.
@@ -255,15 +320,30 @@ class Machine:
     def _rate(self, kind: OperatorClass, ranks_per_node: int, threads: int) -> OperatorRate:
         """Return the rate of a rank with `threads` threads while `ranks_per_node` ranks of a node compute."""
         one, full = self.single_thread_rates[kind], self.rates[kind]
-        flop, byte, call = (
-            seconds_with_threads(one_thread, full_threads, self.threads_per_rank, threads)
-            for one_thread, full_threads in (
-                (1 / one.flops_per_second, 1 / full.flops_per_second),
-                (1 / one.bytes_per_second, 1 / full.bytes_per_second),
-                (one.call_seconds, full.call_seconds),
-            )
+
+        def between(one_thread: float, full_threads: float) -> float:
+            return seconds_with_threads(one_thread, full_threads, self.threads_per_rank, threads)
+
+        def flops(one_thread: float, full_threads: float) -> float:
+            return 1 / between(1 / one_thread, 1 / full_threads)
+
+        def n_bytes(one_thread: float, full_threads: float) -> float:
+            seconds = between(1 / one_thread, 1 / full_threads)
+            return 1 / self._byte_seconds(seconds, 1 / full_threads, 1, ranks_per_node)
+
+        def known(speed: Callable[[float, float], float], name: str) -> float | None:
+            """Return a speed that both rates have; None if one of them lacks it."""
+            of_one, of_full = getattr(one, name), getattr(full, name)
+            return None if of_one is None or of_full is None else speed(of_one, of_full)
+
+        return OperatorRate(
+            flops(one.flops_per_second, full.flops_per_second),
+            n_bytes(one.bytes_per_second, full.bytes_per_second),
+            between(one.call_seconds, full.call_seconds),
+            known(n_bytes, "weight_bytes_per_second"),
+            known(n_bytes, "transposed_bytes_per_second"),
+            known(flops, "winograd_flops_per_second"),
         )
-        return OperatorRate(1 / flop, 1 / self._byte_seconds(byte, 1 / full.bytes_per_second, 1, ranks_per_node), call)
 
     def _byte_seconds(self, seconds: float, present_seconds: float, accesses: int, ranks_per_node: int) -> float:
         """Return the seconds per byte of each of `ranks_per_node` ranks that share the memory of a node.

@@ -74,10 +74,19 @@ class RateFields(Section):
     flops_per_second: Number = Field(gt=0, description="Number of floating-point operations per second.")
     bytes_per_second: Number = Field(gt=0, description="Number of bytes read and written per second.")
     call_seconds: Number = Field(ge=0, description="Time of a call without its work, in seconds.")
+    weight_bytes_per_second: Number | None = Field(
+        default=None, gt=0, description="Number of bytes of weights read, written or copied per second; null: as other bytes."
+    )
+    transposed_bytes_per_second: Number | None = Field(
+        default=None, gt=0, description="Number of bytes per second of transposing copies of weights; null: as other bytes."
+    )
+    winograd_flops_per_second: Number | None = Field(
+        default=None, gt=0, description="Number of operations per second by Winograd; null: as long as direct convolutions."
+    )
 
     def rate(self) -> OperatorRate:
         """Return the `OperatorRate` with these values."""
-        return OperatorRate(self.flops_per_second, self.bytes_per_second, self.call_seconds)
+        return OperatorRate(**dict(self))
 
 
 class RatesFields(Section):
@@ -86,10 +95,15 @@ class RatesFields(Section):
     convolution: RateFields = Field(description="Rate of convolutions.")
     product: RateFields = Field(description="Rate of linear layers.")
     memory: RateFields = Field(description="Rate of memory-bound operators: batch norm, pooling, copies, updates.")
+    convolution_bfloat16: RateFields | None = Field(default=None, description="Rate of convolutions in bfloat16.")
+    product_bfloat16: RateFields | None = Field(
+        default=None, description="Rate of linear layers between activations in bfloat16."
+    )
+    memory_bfloat16: RateFields | None = Field(default=None, description="Rate of memory-bound operators in bfloat16.")
 
     def rates(self) -> dict[OperatorClass, OperatorRate]:
-        """Return the `OperatorRate` of each class."""
-        return {kind: getattr(self, kind).rate() for kind in OperatorClass}
+        """Return the `OperatorRate` of each class in the file."""
+        return {kind: fields.rate() for kind in OperatorClass if (fields := getattr(self, kind)) is not None}
 
 
 class ConcurrencyFields(Section):
@@ -98,6 +112,9 @@ class ConcurrencyFields(Section):
     convolution: Number = Field(default=1.0, gt=0, description="Factor for convolutions.")
     product: Number = Field(default=1.0, gt=0, description="Factor for linear layers.")
     memory: Number = Field(default=1.0, gt=0, description="Factor for memory-bound operators.")
+    convolution_bfloat16: Number = Field(default=1.0, gt=0, description="Factor for convolutions in bfloat16.")
+    product_bfloat16: Number = Field(default=1.0, gt=0, description="Factor for linear layers between activations in bfloat16.")
+    memory_bfloat16: Number = Field(default=1.0, gt=0, description="Factor for memory-bound operators in bfloat16.")
 
 
 class MachineFields(Section):
@@ -224,8 +241,11 @@ def write(path: str | Path, machine: Machine) -> None:
 def text(machine: Machine) -> str:
     """Return the text of a machine's file."""
     values = {key: value for key, value in asdict(machine).items() if key != "sources"}
-    for key in ("rates", "single_thread_rates", "concurrency"):
-        values[key] = {str(name): value for name, value in values[key].items()}
+    values["concurrency"] = {str(name): value for name, value in values["concurrency"].items()}
+    for key in ("rates", "single_thread_rates"):
+        values[key] = {
+            str(name): {field: value for field, value in rate.items() if value is not None} for name, rate in values[key].items()
+        }
     defaults = {"single_thread_rates": {}, "concurrency": {}, "node_bytes_per_second": math.inf}
     values = {key: value for key, value in values.items() if key not in defaults or value != defaults[key]}
     order = {key: _plain(values[key]) for key in MachineFields.model_fields if key in values}

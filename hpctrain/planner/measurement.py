@@ -55,7 +55,16 @@ def run_calibration(
         OSError: the file cannot be written; raised before the measurement.
     """
     raise_on_all_ranks(world, lambda: check_target(out, streams=True) if world.rank == 0 else None)
-    machine = measured(world, kernels, threads, deadline_seconds, seconds, out.stem, vary_threads=kernels.arithmetic.on_host)
+    machine = measured(
+        world,
+        kernels,
+        threads,
+        deadline_seconds,
+        seconds,
+        out.stem,
+        vary_threads=kernels.arithmetic.on_host,
+        dtypes=("float32", "bfloat16"),
+    )
     if world.rank == 0:
         machine_file.write(out, machine)
     return machine
@@ -93,19 +102,23 @@ def measured(
     name: str = NAME,
     *,
     vary_threads: bool = False,
+    dtypes: Sequence[str] = ("float32",),
 ) -> Machine:
     """Measure links, memory and rates within `seconds`. Collective over `world`; return the same machine on every rank.
 
     Args:
         vary_threads: whether to measure the effect of threads, too; equal on all ranks.
+        dtypes: dtypes of activations to measure; bfloat16 is left out unless the processors of all ranks multiply it.
     """
+    halves = all(world.allgather_object(getattr(kernels, "multiplies_bfloat16", False)))
+    dtypes = [dtype for dtype in dtypes if halves or dtype != "bfloat16"]
 
     def rates(before: Callable[[], None]) -> Mapping[OperatorClass, OperatorRate]:
-        return calibration.measure_rates_of(kernels, threads, before)
+        return calibration.measure_rates_of(kernels, threads, before, dtypes)
 
     def effect_of_threads(before: Callable[[], None]) -> tuple[Mapping[OperatorClass, OperatorRate], float]:
         with threadpool_limits(limits=1):  # networks are built under it, as oneDNN plans operators for a number of threads
-            one_thread_rates = calibration.measure_rates_of(kernels, 1, before)
+            one_thread_rates = calibration.measure_rates_of(kernels, 1, before, dtypes)
         return one_thread_rates, calibration.measure_memory_traffic(threads, before)
 
     return _calibrated(
@@ -119,12 +132,15 @@ def measured(
     )
 
 
-def measured_in_haste(world: Communicator, rates: MeasureRates, deadline_seconds: float) -> Machine:
+def measured_in_haste(world: Communicator, rates: MeasureRates, deadline_seconds: float, share: float = 1.0) -> Machine:
     """Measure only the links, in about two seconds, and take the rates from `rates`.
 
     Large messages are omitted if the time does not suffice. Collective over `world`; return the same machine on every rank.
+
+    Args:
+        share: share of the two seconds; two sizes of messages are measured even if it is 0. The value of rank 0 counts.
     """
-    return _calibrated(world, rates, _HASTE_SECONDS, deadline_seconds)
+    return _calibrated(world, rates, share * _HASTE_SECONDS, deadline_seconds)
 
 
 def _calibrated(

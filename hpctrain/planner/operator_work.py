@@ -7,6 +7,7 @@ gradient over all samples.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -17,7 +18,7 @@ from hpctrain.backend.specs import BatchNormSpec, Conv2dSpec, LinearSpec, Spec, 
 from hpctrain.core.intervals import size_of
 from hpctrain.nn.compile.plan import Action, ExecutionPlan, PlannedStep, StepMemory
 from hpctrain.parallel.moves import RedistributeOperator, RedistributeSpec, ReduceScatterOperator, ReduceScatterSpec, Transfer
-from hpctrain.planner.machine import OperatorClass
+from hpctrain.planner.machine import OperatorClass, OperatorRate
 
 
 @dataclass(frozen=True)
@@ -168,17 +169,39 @@ class OperatorWork:
     Attributes:
         kind: class of the operator.
         flops: number of floating-point operations; a multiply-add counts as two.
-        bytes: bytes read and written.
+        bytes: bytes read and written, with those of the following attributes.
+        weight_bytes: bytes of weights, or of their gradients, that a convolution or linear layer reads or writes. If the kernel
+            uses a copy in another format, these are the bytes that copying reads and writes.
+        transposed_bytes: bytes that copying reads and writes for the kernel of an input's gradient, which transposes weights.
+        winograd_flops: number of operations by Winograd, if the kernel computes so; `flops` is that of a direct kernel.
     """
 
     kind: OperatorClass
     flops: int
     bytes: int
+    weight_bytes: int = 0
+    transposed_bytes: int = 0
+    winograd_flops: int = 0
 
     @property
     def is_nothing(self) -> bool:
         """Whether the call does no work."""
         return not self.flops and not self.bytes
+
+    def seconds(self, rate: OperatorRate) -> float:
+        """Return the seconds of the call on a rank with this rate."""
+        n_bytes, seconds = self.bytes, rate.call_seconds
+        for amount, speed in (
+            (self.weight_bytes, rate.weight_bytes_per_second),
+            (self.transposed_bytes, rate.transposed_bytes_per_second),
+        ):
+            if speed is not None:
+                n_bytes -= amount
+                seconds += amount / speed
+        flops_seconds = self.flops / rate.flops_per_second
+        if self.winograd_flops and rate.winograd_flops_per_second is not None:
+            flops_seconds = self.winograd_flops / rate.winograd_flops_per_second
+        return seconds + max(flops_seconds, n_bytes / rate.bytes_per_second)
 
 
 def class_of(spec: Spec | None) -> OperatorClass:
@@ -199,7 +222,7 @@ def work_of(step: PlannedStep, action: Action, memory: StepMemory | None = None)
     """
     operator = step.operator
     spec = operator.spec if step.node is not None else None
-    kind = class_of(spec)
+    kind = class_of(spec).of_dtype(operator.inputs[0].dtype)
     if action not in _PHASES:
         return OperatorWork(kind, 0, 0)
     if is_move(operator):
@@ -207,20 +230,26 @@ def work_of(step: PlannedStep, action: Action, memory: StepMemory | None = None)
     if step.is_view:
         copied = action is Action.INPUT and memory is not None and memory.copies_gradient
         return OperatorWork(kind, 0, 2 * operator.output.bytes if copied else 0)
+    if action is Action.INPUT and ((step.joint_backward and step.has_parameters) or not any(_requested(step, memory))):
+        return OperatorWork(kind, 0, 0)  # a joint backward counts with the gradients of the parameters
     flops = 0 if spec is None else spec.flops(*(x.plain() for x in operator.inputs))
     if action in _FORWARD:
-        return OperatorWork(kind, flops, _forward_bytes(step, spec))
-    if action is Action.PARAMETERS:
-        return OperatorWork(kind, flops, _parameters_bytes(step, spec, memory))
-    if step.joint_backward and step.has_parameters:
-        return OperatorWork(kind, 0, 0)  # counted with the gradients of the parameters
-    requested = sum(_requested(step, memory))
-    return OperatorWork(kind, flops if requested else 0, _input_bytes(step, spec, memory) if requested else 0)
+        phase, n_bytes = 0, _forward_bytes(step, spec)
+    elif action is Action.PARAMETERS:
+        phase, n_bytes = 1, _parameters_bytes(step, spec, memory)
+    else:
+        phase, n_bytes = 2, _input_bytes(step, spec, memory)
+    share, copied_bytes = operator.winograd_shares[phase], operator.copied_bytes[phase]
+    of_weights = copied_bytes or _weight_bytes(step, spec)
+    transposed_bytes = copied_bytes if action is Action.INPUT else 0
+    winograd_flops = 0 if share is None else round(flops * share)
+    weight_bytes = of_weights - transposed_bytes
+    return OperatorWork(kind, flops, n_bytes + of_weights, weight_bytes, transposed_bytes, winograd_flops)
 
 
 def _forward_bytes(step: PlannedStep, spec: Spec | None) -> int:
     operator = step.operator
-    n_bytes = sum(x.bytes for x in operator.inputs) + operator.output.bytes + _parameter_bytes(step, spec)
+    n_bytes = sum(x.bytes for x in operator.inputs) + operator.output.bytes + _scale_bytes(step, spec)
     if isinstance(spec, BatchNormSpec):  # read for the moments, and again to normalise; the sum is added in place
         n_bytes += operator.inputs[0].bytes + (2 * operator.output.bytes if spec.add else 0)
     return n_bytes
@@ -231,7 +260,7 @@ def _parameters_bytes(step: PlannedStep, spec: Spec | None, memory: StepMemory |
     read = operator.inputs[0].bytes + operator.output.bytes
     if step.joint_backward:  # computes both sums, then the input's gradient
         read += _input_bytes(step, spec, memory)
-    return read + _parameter_bytes(step, spec)
+    return read + _scale_bytes(step, spec)
 
 
 def _input_bytes(step: PlannedStep, spec: Spec | None, memory: StepMemory | None) -> int:
@@ -241,7 +270,7 @@ def _input_bytes(step: PlannedStep, spec: Spec | None, memory: StepMemory | None
     gradient to which it adds.
     """
     operator = step.operator
-    n_bytes = operator.output.bytes + _parameter_bytes(step, spec)
+    n_bytes = operator.output.bytes + _scale_bytes(step, spec)
     if class_of(spec) is OperatorClass.MEMORY:
         n_bytes += sum(x.bytes for x, needed in zip(operator.inputs, operator.needs_inputs, strict=False) if needed)
         n_bytes += operator.output.bytes if operator.needs_output else 0
@@ -259,17 +288,18 @@ def _requested(step: PlannedStep, memory: StepMemory | None) -> tuple[bool, ...]
     return tuple(region is not None for region in memory.input_grads)
 
 
-def _parameter_bytes(step: PlannedStep, spec: Spec | None) -> int:
-    """Return the bytes of the parameters, at 4 bytes per element or more.
+def _weight_bytes(step: PlannedStep, spec: Spec | None) -> int:
+    """Return the bytes of the weights of a convolution or linear layer, at 4 bytes per element or more; 0 for other operators.
 
     The sizes come from the spec, because steps contain only the parameters' names.
     """
     inner = spec.inner if isinstance(spec, WithRelu) else spec
-    size = 0
-    if isinstance(inner, Conv2dSpec | LinearSpec):
-        size = 1
-        for extent in inner.weight_shape:
-            size *= extent
-    elif isinstance(inner, BatchNormSpec):
-        size = 2 * inner.channels
+    size = math.prod(inner.weight_shape) if isinstance(inner, Conv2dSpec | LinearSpec) else 0
+    return size * max(item_bytes("float32"), step.operator.inputs[0].item_bytes)
+
+
+def _scale_bytes(step: PlannedStep, spec: Spec | None) -> int:
+    """Return the bytes of the scale and shift of a batch norm, at 4 bytes per element or more; 0 for other operators."""
+    inner = spec.inner if isinstance(spec, WithRelu) else spec
+    size = 2 * inner.channels if isinstance(inner, BatchNormSpec) else 0
     return size * max(item_bytes("float32"), step.operator.inputs[0].item_bytes)

@@ -44,7 +44,7 @@ from hpctrain.version import __version__
 MOST_CLASSES = 40
 _MOST_CONFUSIONS = 30
 _STRONGEST_PERCENT = 70
-#: relative difference of a recorded learning rate from the schedule that rounding explains
+#: maximum relative difference between a recorded learning rate and its schedule, for rounding
 _CLOSE = 1e-6
 #: maximum side of a picture on the page, in pixels; larger images are reduced
 _PIXELS = 160
@@ -395,10 +395,9 @@ def _curves(records: Sequence[RunRecord], names: Sequence[str]) -> PagePart:
 
 
 def _with_schedules(panel: Panel, records: Sequence[RunRecord]) -> Panel:
-    """Return the panel of the learning rate with the curves of the runs' schedules; other panels unchanged.
+    """Return the panel of the learning rate with curves computed from the schedules; other panels unchanged.
 
-    In short epochs, records are too rare to show a warm-up. A curve remains as recorded if its schedule is not known, or is not
-    the one that the run followed: after a resume with another schedule, and if evaluations changed the rate.
+    Runs of short epochs record too few rates to show a warm-up.
     """
     if panel.key != "lr":
         return panel
@@ -406,6 +405,11 @@ def _with_schedules(panel: Panel, records: Sequence[RunRecord]) -> Panel:
 
 
 def _scheduled(curve: Curve, record: RunRecord) -> Curve:
+    """Return the learning rates of a run's schedule.
+
+    Returns the recorded curve if the schedule is unknown or if a recorded rate differs from it, such as after a resume with
+    another schedule, or if evaluations changed the rate.
+    """
     samples = samples_per_epoch(record.state.records)
     try:
         config = find_run(str(record.state.path), record.state.path.parent).parsed(())[0]

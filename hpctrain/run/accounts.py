@@ -56,6 +56,10 @@ ACCEPTED_ERROR = 0.15
 JUDGED_SECONDS = 10.0
 
 
+#: minimum total duration of the steps for the full measurement of links, which takes about as long
+_FULL_MEASUREMENT_SECONDS = 2.0
+
+
 @dataclass(frozen=True)
 class StepParts:
     """Parts of a step's duration. All parts add up to it.
@@ -582,19 +586,22 @@ class RunAccount:
             return
         of_ranks = self._session.world.allgather_object(None if sampled is None else StepParts.of(sampled, share))
         first = [one for one in of_ranks if one is not None]
-        predicted, reason = self._predicted(sampled, in_haste=outcome.stopped and not outcome.steps_reached)
+        steps_seconds = parts.steps * parts.seconds
+        in_haste = outcome.stopped and not outcome.steps_reached
+        predicted, reason = self._predicted(sampled, min(1.0, steps_seconds / _FULL_MEASUREMENT_SECONDS), in_haste=in_haste)
         if predicted is not None and first:
             reason = error_reason(parts, mean_of(first), predicted, from_samples=self._from_samples)
         reporter.record("steps", step_facts(parts, outcome.position.global_step, predicted, reason))
-        judged = predicted is None or parts.steps * parts.seconds >= JUDGED_SECONDS
+        judged = predicted is None or steps_seconds >= JUDGED_SECONDS
         for line in step_lines(parts, predicted, reason if judged else ""):
             reporter.say(line)
 
-    def _predicted(self, sampled: MeasuredStep | None, *, in_haste: bool) -> tuple[PredictedStep | None, str]:
+    def _predicted(self, sampled: MeasuredStep | None, share: float, *, in_haste: bool) -> tuple[PredictedStep | None, str]:
         """Return (prediction, "") or (None, reason). Only rank 0's values are meaningful.
 
         Args:
             sampled: sampled steps of this rank.
+            share: share of the usual time in which links are measured.
             in_haste: whether to skip measurements, because the job must end.
         """
         choice = self._session.resolved.choice
@@ -607,6 +614,6 @@ class RunAccount:
             seconds = sampled.core_seconds(shares_cores=shares) + sampled.late_data_seconds(shares_cores=shares)
             return PredictedStep(seconds, 0.0, 1.0, "", ""), ""
         try:
-            return self._prediction.predicted(sampled, in_haste=in_haste), ""
+            return self._prediction.predicted(sampled, share, in_haste=in_haste), ""
         except HpctrainError as error:
             return None, str(error).rstrip(".")

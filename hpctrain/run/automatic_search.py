@@ -20,6 +20,7 @@ from hpctrain.config.grid import with_defaults
 from hpctrain.config.schema import SYNTHETIC, Config
 from hpctrain.core.errors import ConfigError, DataError
 from hpctrain.core.files import read_text
+from hpctrain.core.log import get_logger
 from hpctrain.core.registry import check_counts, check_types, checked_calls
 from hpctrain.core.text import shortened
 from hpctrain.job.automatic_choice import (
@@ -52,6 +53,8 @@ from hpctrain.runs.directory import RunDirectory
 from hpctrain.storage import checkpoint
 from hpctrain.storage.checkpoint import CheckpointContent
 
+_log = get_logger(__name__)
+
 _TIMING_SECONDS = 20.0
 
 
@@ -82,9 +85,12 @@ def find(started: StartedJob, job: Job, space: SearchSpace, machine: str | None)
         ConfigError: the machine file is invalid, or no plan fits the job.
     """
     if machine is None:
-        used = measured(started.world, job.kernels, started.threads, started.deadline_seconds)
+        dtypes = ("float32", "bfloat16") if job.dtype == "bfloat16" else ("float32",)
+        used = measured(started.world, job.kernels, started.threads, started.deadline_seconds, dtypes=dtypes)
     else:
         used = started.on_root(lambda: machine_file.read(machine).with_threads(started.threads))
+    if note := used.estimate_note(job.dtype):
+        _log.info(note)
     rates = RateCosts(used, job.dtype)
     costs: ComputeCosts = rates
     if job.kernels.arithmetic.on_host:

@@ -241,11 +241,10 @@ class BestCheckpoint:
         """Return a line on the best checkpoint for the end of a run, with its path if `named`; None if there is none."""
         paths = dict(checkpoint.checkpoints(self._directory))
         best = best_of(self._evaluations.values(), self._measure, paths)
-        return (
-            None
-            if best is None
-            else f"best {self._text(best)} after epoch {best.epoch}{f': {paths[best.step]}' if named else ''}"
-        )
+        if best is None:
+            return None
+        path = f": {paths[best.step]}" if named else ""
+        return f"best {self._text(best)} after epoch {best.epoch}{path}"
 
     def _text(self, evaluation: StepEvaluation) -> str:
         return evaluation.text(self._measure, self._evaluated)

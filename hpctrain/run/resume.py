@@ -262,7 +262,7 @@ def _start(session: Session, path: Path, content: CheckpointContent, opened: Ima
     if position.samples > now.training_samples:
         raise CheckpointError(
             f"{path} was written after {counted(position.samples, 'image')} of its epoch, but {config.data.train} has only "
-            f"{now.training_samples} training images; set data.train to the file that it was trained on."
+            f"{now.training_samples:,} training images; set data.train to the file that it was trained on."
         )
     return Start(run_of_checkpoint(path, content.meta), path, content, position, differences, data)
 

@@ -18,6 +18,7 @@ from hpctrain.comm.progress_mode import ProgressMode
 from hpctrain.config.grid import parallel_plan
 from hpctrain.core.errors import BackendError, HpctrainError
 from hpctrain.core.intervals import even
+from hpctrain.core.log import get_logger
 from hpctrain.data.sampler import counts as counts_over
 from hpctrain.job.automatic_choice import PredictedStep, predicted_step_of
 from hpctrain.job.session import Session
@@ -34,6 +35,8 @@ from hpctrain.planner.tasks import SimulationOptions
 from hpctrain.run.build import TrainingSetup
 from hpctrain.training.accounts import MeasuredStep, OperatorSample
 
+_log = get_logger(__name__)
+
 
 class StepPrediction:
     """Prediction of a run's step time.
@@ -46,21 +49,22 @@ class StepPrediction:
     def __init__(self, session: Session, setup: TrainingSetup, mode: ProgressMode, sample: OperatorSample | None) -> None:
         self._session, self._setup, self._mode, self._sample = session, setup, mode, sample
 
-    def predicted(self, sampled: MeasuredStep | None, *, in_haste: bool) -> PredictedStep | None:
+    def predicted(self, sampled: MeasuredStep | None, share: float, *, in_haste: bool) -> PredictedStep | None:
         """Return the predicted step on rank 0, None on other ranks. Collective.
 
         Args:
             sampled: sampled steps of this rank; None: there are none.
+            share: share of the usual time in which links are measured. The value of rank 0 counts.
             in_haste: whether to skip measurements, because the job must end.
 
         Raises:
             HpctrainError: no prediction is possible; the message has the reason.
         """
         samples = [one for one in self._session.world.allgather_object(sampled) if one is not None]
-        machine = self._machine(in_haste=in_haste)
+        machine = self._machine(share, in_haste=in_haste)
         return self._simulated(machine, samples) if self._session.is_root else None
 
-    def _machine(self, *, in_haste: bool) -> Machine:
+    def _machine(self, share: float, *, in_haste: bool) -> Machine:
         """Return the configured machine, or measure the links of this one. Collective; all ranks return or raise the same.
 
         Raises:
@@ -79,7 +83,7 @@ class StepPrediction:
             raise BackendError("operators that do not run on the processor are not timed; a machine file has their rates")
         assert times is not None
         rates = sampled_rates(self._plan(), times)
-        return measured_in_haste(session.world, lambda before: rates, session.config.deadline_seconds)
+        return measured_in_haste(session.world, lambda before: rates, session.config.deadline_seconds, share)
 
     def _times(self) -> SampledTimes | None:
         """Return the times of this rank's operators, from the sampled steps or from the trace; None if they were not timed."""
@@ -125,7 +129,9 @@ class StepPrediction:
                 averager_options["max_interval"] = of_group.interval
         candidate = Candidate(plan, AveragerChoice(config.averager.name, averager_options), config.micro_batches)
         options = SimulationOptions(progress=self._mode)
-        rates, times = RateCosts(machine, config.dtype), self._times()
+        rates, times = RateCosts(machine, job.dtype), self._times()
+        if note := machine.estimate_note(job.dtype):
+            _log.info(note)
         if times is None:
             return predicted_step_of(predict(job, candidate, machine, rates, options), machine)
         first = predict(job, candidate, machine, SampledCosts(self._plan(), times, rates), options)

@@ -193,7 +193,7 @@ def run_training(
         complete: callback after the run, before its end is printed; may raise.
         end_after: callback of the program, called after each epoch on all ranks; None: there is none.
         in_program: whether a Python program is the caller. Lines on how to resume then name arguments instead of options.
-        trial: whether the caller deletes the run directory afterwards. Its files are then not named.
+        trial: whether the caller deletes the run directory if the run succeeds. The end of the run then names none of its files.
 
     Raises:
         CollectiveMismatchError: ranks have entered different phases.

@@ -306,7 +306,7 @@ def _milliseconds(seconds: float | None) -> str:
 
 
 def _predicted(figures: Summary) -> str:
-    """Return the predicted time of a step; one that is off by more than 15 % is marked, see `prediction_sentences`."""
+    """Return the predicted time of a step; " (off)" marks one that is off by more than 15 % (see `prediction_sentences`)."""
     text = _milliseconds(figures.predicted_step_seconds)
     return f"{text} (off)" if figures.prediction_note and figures.predicted_step_seconds is not None else text
 
@@ -319,7 +319,7 @@ def prediction_head(measured_seconds: float | None, predicted_seconds: float | N
 
 
 def prediction_sentences(summaries: Sequence[Summary]) -> list[tuple[int, str]]:
-    """Return (number of the run, from 0, sentence) for each run with a wrong or missing prediction, with the run's reason."""
+    """Return (index of the run, sentence) for each run that states why its prediction is wrong or missing."""
     return [
         (run, f"{prediction_head(figures.step_seconds, figures.predicted_step_seconds)}: {figures.prediction_note}")
         for run, figures in enumerate(summaries)

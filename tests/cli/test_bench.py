@@ -16,7 +16,10 @@ from hpctrain.bench import data as measurement
 from hpctrain.bench.data import AUGMENT, NORMALISE, READ, WHOLE, DataRates, StageRate
 from hpctrain.cli.bench import RankCounts, rates_table
 from hpctrain.cli.main import cli
+from hpctrain.comm.base import Communicator
 from hpctrain.planner import machine_file
+from hpctrain.planner.machine import Machine
+from hpctrain.run import step_prediction
 from hpctrain.runs.directory import RunDirectory
 from hpctrain.storage import checkpoint
 from tests.support.here import run_here
@@ -71,6 +74,22 @@ def test_a_run_of_several_ranks_ends_with_an_account_of_its_steps(job: Start, fo
         assert text in whole.partition("step time ")[2]
 
 
+def test_links_are_measured_for_no_longer_than_the_steps_took(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would find seconds of measurements at the end of each run of a fraction of a second."""
+    shares: list[float] = []
+    measured = step_prediction.measured_in_haste
+
+    def noted(world: Communicator, rates: Any, deadline_seconds: float, share: float) -> Machine:
+        shares.append(share)
+        return measured(world, rates, deadline_seconds, 0.0)
+
+    monkeypatch.setattr(step_prediction, "measured_in_haste", noted)
+    _, run = _train(2, folder, "epochs=5")
+    (record,) = [line for line in run.metrics() if line["kind"] == "steps"]
+    seconds = float(str(record["steps"])) * float(str(record["measured_step_seconds"]))
+    assert shares == [pytest.approx(min(1.0, seconds / 2))] * 2
+
+
 def test_one_rank_has_an_account_of_its_steps_without_messages(folder: Path) -> None:
     outcome, run = _train(0, folder, "epochs=5")
     (record,) = [line for line in run.metrics() if line["kind"] == "steps"]
@@ -121,7 +140,7 @@ def test_tracing_changes_no_bit_of_the_result(job: Start, folder: Path) -> None:
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_way_of_progress_is_said_and_recorded(job: Start, folder: Path, ranks: int) -> None:
     """22 MB of gradients take a while; one rank has no other to send them to."""
-    hidden = 9 if ranks == 1 else 200_000
+    hidden = 9 if ranks == 1 else 20_000
     outcome, run = _train(ranks, folder, f"model.hidden={hidden}", "--steps", "1", "checkpoint.every_epochs=0", start=job)
     chosen = next(line for line in run.metrics() if line["kind"] == "progress")
     assert chosen["mode"] in ("none", "test", "thread")

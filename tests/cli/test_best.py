@@ -91,6 +91,7 @@ def _killed_at_deletion(number: int, train: Callable[[], object]) -> None:
             train()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("layout", ["single", "sharded"])
 def test_a_run_killed_before_it_deletes_keeps_both_and_ends_alike(folder: Path, layout: str) -> None:
     """Each checkpoint is written, and the job killed before the deletion of old ones; the run goes on, and is killed again."""

@@ -36,7 +36,7 @@ def test_two_runs_are_compared_on_80_columns(tmp_path: Path) -> None:
 
 
 def test_commands_that_read_a_run_take_the_newest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Would find a command that demands the name of a run, or chooses another run than the other commands."""
+    """Would find a command that requires a run, or whose default is another run."""
     monkeypatch.chdir(tmp_path)
     runs = [write_run(tmp_path / "runs") for _ in range(3)]
     older, old, new = (run.path.name for run in runs)

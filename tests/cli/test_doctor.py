@@ -210,9 +210,9 @@ def alone(folder: Path, env: Mapping[str, str]) -> subprocess.Popen[str]:
 
 
 def test_processes_that_are_not_ranks_are_named(folder: Path) -> None:
-    """The launcher has set no variables: the oldest of its processes reports, and a younger one is silent.
+    """The launcher sets no variables, so the oldest process reports for all, and the younger ones print nothing.
 
-    The others are stopped while one runs, so that none of them ends before it has been seen.
+    The other processes are stopped while one runs, so that each of them sees the others.
     """
     words = [sys.executable, "-m", "mpi4py", *DOCTOR, "--json"]
     program = f"""
@@ -327,7 +327,7 @@ def test_mismatched_versions_are_named_with_rank_and_host(folder: Path) -> None:
 
 
 def test_a_start_that_hangs_is_named_within_the_limit(folder: Path) -> None:
-    """The other rank never starts MPI. A busy machine may need a longer limit to reach the start of MPI."""
+    """The other rank never starts MPI. On a busy machine, this rank may reach the start of MPI only within a longer limit."""
     for seconds in (10, 30, 90):
         program = [sys.executable, "-m", "mpi4py", *DOCTOR, "--seconds", str(seconds)]
         outcome = of_several_programs(folder, [program, ["sleep", "200"]])

@@ -202,7 +202,7 @@ def test_the_written_file_is_the_first_choice_and_plans(tmp_path: Path) -> None:
 
 
 def test_a_plan_advises_on_the_number_of_ranks() -> None:
-    """Would find a plan that keeps quiet about a number of ranks that only adds messages."""
+    """Would find a plan without a hint that fewer or more ranks take shorter steps."""
     for batch, image, advice in ((8, 8, "fewer ranks are faster"), (4096, 64, "more ranks are faster")):
         words = (QUICKSTART, f"batch={batch}", "averager=sharded", "--ranks", "8", "--machine", "xc40")
         shown = CliRunner().invoke(cli, ["plan", "show", *words, "--image", str(image), str(image), "1", "--classes", "10"])
@@ -326,6 +326,15 @@ def test_the_table_has_a_line_for_each_number_of_ranks_and_says_that_it_is_simul
     assert [line.split()[0] for line in lines if line[:5].strip().isdecimal()] == ["1", "2", "4", "8"] * 2
     assert max(map(len, lines)) <= 100
     assert "No computation times were measured" in result.stdout
+    assert "bfloat16" not in result.stdout
+
+
+def test_a_simulation_of_bfloat16_on_a_machine_of_float32_says_that_it_estimates() -> None:
+    """Find a prediction in bfloat16 that looks as if it were measured in bfloat16."""
+    result = simulate(*SIMULATED, "precision=bfloat16", "--ranks", "1")
+    assert result.exit_code == 0, result.output
+    words = " ".join(result.stdout.split())
+    assert "The rates of bfloat16 are estimated from those of float32, because machine xc40 has none of bfloat16." in words
 
 
 def test_weak_scaling_multiplies_the_batch_and_strong_scaling_shares_it() -> None:

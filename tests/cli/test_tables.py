@@ -404,6 +404,9 @@ def test_how_much_was_measured_is_said() -> None:
     assert measured_line(1.0).startswith("All computation times")
     assert measured_line(0.0).startswith("No computation times")
     assert measured_line(0.834).startswith("83% of the computation time")
+    assert " from the machine's rates. The rates of bfloat16 are estimated. To measure" in measured_line(
+        0.0, "The rates of bfloat16 are estimated."
+    )
 
 
 def test_what_does_not_fit_the_machine_is_said() -> None:

@@ -377,7 +377,7 @@ def _line_of(text: str) -> int:
         ("model=fails.py:layer", "The code of fails.py fails: TypeError", "shape + 1", ["output_shape"]),
     ],
 )
-def test_an_error_in_code_of_the_users_is_a_sentence_and_the_frames_of_this_code(
+def test_an_error_in_user_code_is_a_sentence_and_the_frames_of_this_code(
     folder: Path, override: str, words: str, line: str, functions: list[str]
 ) -> None:
     """A traceback through hpctrain would hide the line that the user can correct."""
@@ -399,10 +399,8 @@ def test_an_error_in_code_of_the_users_is_a_sentence_and_the_frames_of_this_code
         ("metrics.reporters=[fails.py:Records]", "KeyError: 'nothing'", 'values["nothing"]'),
     ],
 )
-def test_an_error_in_code_of_the_users_ends_a_training_in_the_same_way(
-    folder: Path, override: str, words: str, line: str
-) -> None:
-    """Also if the frames of the error are hpctrain's, as for a method with too few parameters."""
+def test_an_error_in_user_code_ends_a_training_with_the_same_sentence(folder: Path, override: str, words: str, line: str) -> None:
+    """A method with too few parameters fails in a frame of hpctrain, but is an error of the user, too."""
     (folder / "mine" / "fails.py").write_text(FAILS)
     outcome = run_here(0, ["-m", "hpctrain", "train", "mine/own.yaml", "data.augment=[]", override], cwd=folder)
     assert outcome.code == 2, outcome.output
@@ -412,7 +410,7 @@ def test_an_error_in_code_of_the_users_ends_a_training_in_the_same_way(
     assert f"fails.py, line {_line_of(line)})" in sentence
 
 
-def test_ranks_report_an_error_in_code_of_the_users_once(job: Job, folder: Path) -> None:
+def test_ranks_report_an_error_in_user_code_once(job: Job, folder: Path) -> None:
     """If each rank ended with its own report, a large job would print it thousands of times."""
     (folder / "mine" / "fails.py").write_text(FAILS)
     for override in ("model=fails.py:layer", "model={name: fails.py:layer, where: forward}"):

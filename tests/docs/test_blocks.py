@@ -246,8 +246,8 @@ def test_commands_exist(block: Block, monkeypatch: pytest.MonkeyPatch) -> None:
         kind_of(words).check(words, monkeypatch)
 
 
-# Real trainings, as small as they go: the page's own line, with these after it, on at most two ranks. A plan is for at most
-# eight, because tests of the planner search for more.
+# Real trainings, as small as they can be: the page's own line with these options, on at most two ranks. Plans are for at
+# most nine ranks, because the planner's tests cover larger numbers.
 _SMALL = ("model.width=0.25", "batch=16", "evaluate.batch=16")
 _STEPS = ("--steps", "2")
 _MOST_RANKS = 2

@@ -119,7 +119,7 @@ def test_halos_of_random_windows_are_those_of_the_formula() -> None:
         padding = (chance.randint(0, kernel[0] // 2), chance.randint(0, kernel[1] // 2))
         ceil = chance.random() < 0.5
         image, ranks, batch = (chance.randint(5, 24), chance.randint(5, 24), 2), chance.randint(2, 5), chance.randint(1, 3)
-        layer = MaxPool(kernel, stride, padding, ceil) if ceil else Conv2d(2, 3, kernel, stride, padding)
+        layer = MaxPool(kernel, stride, padding, ceil_mode=True) if ceil else Conv2d(2, 3, kernel, stride, padding)
         model = Sequential({"first": Conv2d(2, 2, 1), "second": layer})
         example = Example("random", model, image, ParallelPlan(ranks, 1, Parallelism.DOMAIN), batch)
         graph, description = example.graph(1), example.report_plan()

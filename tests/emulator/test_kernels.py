@@ -151,7 +151,7 @@ def test_a_division_by_zero_is_an_error(bench: Callable[[int], Bench]) -> None:
 @pytest.mark.parametrize(
     ("kernel", "arguments", "message"),
     [
-        ("shared_overrun", (10,), "or another of its block writes behind an array in shared memory"),
+        ("shared_overrun", (10,), "or another of its block writes after the end of an array in shared memory"),
         ("shared_overrun", (12,), "touches memory"),
         ("shared_overrun", (-1,), "or another of its block writes in front of an array in shared memory"),
         ("shared_overrun", (-20000,), "touches memory"),
@@ -162,7 +162,7 @@ def test_a_division_by_zero_is_an_error(bench: Callable[[int], Bench]) -> None:
         ("shuffle_after_return", (), "waits in __shfl_xor_sync of .* for lane 3, which has ended"),
         ("shuffle_from_outside", (), "asks in __shfl_sync of .* for the value of lane 20, which takes no part"),
         ("shuffle_without_itself", (), "is not in the mask 0xffff of __shfl_sync"),
-        ("waits_though_independent", (), "waits in __syncthreads of .* though it is exported as a kernel whose threads wait"),
+        ("waits_though_independent", (), "waits in __syncthreads of .* though it is exported as a kernel whose threads do not"),
         ("shuffles_though_independent", (), "waits in __shfl_xor_sync of .* though"),
         ("shares_though_independent", (), "SHARED of .* though"),
     ],

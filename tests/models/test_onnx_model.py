@@ -54,6 +54,7 @@ def exported(network: Network, metadata: dict[str, str] | None = None) -> Any:
     return onnx_model.onnx_model(network.model, network.image_shape, network_state.export(network), metadata or {})
 
 
+@pytest.mark.sample(8)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [name for name in catalogue.names() if catalogue.entry(name).fixed or name in ("alexnet", "small", "resnet9")]

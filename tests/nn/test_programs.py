@@ -171,7 +171,7 @@ def test_a_users_layer_trains_like_any_other() -> None:
     ],
 )
 def test_wrong_results_of_a_users_layer_name_the_layer_the_method_and_the_shape(method: str, result: object, words: str) -> None:
-    """NumPy's error names neither the layer nor its file, and None would become nan."""
+    """NumPy's own error names neither the layer nor its file, and NumPy would convert None to nan without an error."""
 
     class Wrong(_Scale):
         pass

@@ -54,6 +54,7 @@ def test_names_shapes_and_order_are_torchvisions(theirs: Any, name: str) -> None
     assert list(ours) == list(theirs.shapes(name, CLASSES))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "pixels", "width"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 
 from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
-from hpctrain.backend.specs import DropoutSpec, ReluSpec, TensorSpec
+from hpctrain.backend.specs import Conv2dSpec, DropoutSpec, ReluSpec, TensorSpec
 from hpctrain.models import catalogue
 from hpctrain.nn.compile.compiler import compile_graph
 from hpctrain.nn.compile.plan import Action, ExecutionPlan, PlannedStep, StepMemory
@@ -31,7 +32,7 @@ from hpctrain.planner.compute_costs import (
 )
 from hpctrain.planner.machine import Link, LinkSegment, Machine, OperatorClass, OperatorRate
 from hpctrain.planner.operator_times import REACH, OperatorKey, OperatorTimes, Setting, cache_file, interpolated, operator_key
-from hpctrain.planner.operator_work import FactorProduct, class_of, work_of
+from hpctrain.planner.operator_work import FactorProduct, OperatorWork, class_of, work_of
 from hpctrain.planner.program_timing import FakeSplitGroup
 from hpctrain.trace.tracer import Category, Tracer
 from tests.support import nets
@@ -126,7 +127,7 @@ def test_a_call_takes_its_overhead_and_the_longer_of_operations_and_bytes() -> N
         rate = RATES[work.kind]
         by_flops, by_bytes = work.flops / rate.flops_per_second, work.bytes / rate.bytes_per_second
         assert costs.seconds(step, action, memory) == pytest.approx(rate.call_seconds + max(by_flops, by_bytes))
-    assert kinds == set(OperatorClass)
+    assert kinds == set(RATES)
 
 
 def test_a_prediction_knows_the_precision() -> None:
@@ -142,6 +143,49 @@ def test_a_prediction_knows_the_precision() -> None:
             assert half - rate.call_seconds <= 0.7 * max(work.flops / rate.flops_per_second, work.bytes / rate.bytes_per_second)
         assert operator_key(step, Action.FORWARD) != operator_key(names[step.name], Action.FORWARD)
     assert RateCosts(MACHINE, "bfloat16").update_seconds(1000) == costs.update_seconds(1000)
+
+
+def test_rates_of_bfloat16_are_for_operators_of_bfloat16() -> None:
+    """Find a plan in bfloat16 with costs of float32, or updates of float32 parameters with costs of bfloat16."""
+    halves = {kind.of_dtype("bfloat16"): replace(rate, call_seconds=1.0) for kind, rate in RATES.items()}
+    costs, plain = RateCosts(replace(MACHINE, rates={**RATES, **halves}), "bfloat16"), RateCosts(MACHINE)
+    network = Network(catalogue.build("resnet20", {"width": 4}), (16, 16, 3), NumpyKernelSet(), dtype="bfloat16")
+    for plan, least in ((compile_graph(network.graph(2), network.kernels, training=True), 1.0), (_plan(2), 0.0)):
+        seconds = [costs.seconds(plan.steps[k], action, plan.memory[k]) for action, k in _all(plan)]
+        assert all(one == 0 or least < one < least + 1 for one in seconds)
+    assert costs.update_seconds(1000) == plain.update_seconds(1000)
+    assert costs.step_seconds(1000, 9) == plain.step_seconds(1000, 9)
+
+
+def test_copies_of_weights_and_fewer_operations_of_kernels_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Find a phase with the copies or the operations of another one."""
+    plan = _plan(2)
+    k, step = next((k, step) for k, step in enumerate(plan.steps) if isinstance(step.operator.spec, Conv2dSpec) and k)
+    actions = (Action.FORWARD, Action.PARAMETERS, Action.INPUT)
+    before = [work_of(step, action, plan.memory[k]) for action in actions]
+    assert isinstance(step.operator.spec, Conv2dSpec)
+    weight_bytes = 4 * math.prod(step.operator.spec.weight_shape)
+    assert [(work.weight_bytes, work.transposed_bytes) for work in before] == [(weight_bytes, 0)] * 3
+    monkeypatch.setattr(step.operator, "copied_bytes", (1000, 200, 30))
+    monkeypatch.setattr(step.operator, "winograd_shares", (0.5, None, 0.125))
+    after = [work_of(step, action, plan.memory[k]) for action in actions]
+    assert [(work.weight_bytes, work.transposed_bytes) for work in after] == [(1000, 0), (200, 0), (0, 30)]
+    assert [work.winograd_flops / work.flops for work in after] == [0.5, 0.0, 0.125]
+    assert [work.flops for work in after] == [work.flops for work in before]
+    of_weights = [work.weight_bytes + work.transposed_bytes for work in after]
+    assert [work.bytes - one for work, one in zip(after, of_weights, strict=True)] == [one.bytes - weight_bytes for one in before]
+
+
+def test_weights_and_winograd_take_their_own_time_if_their_rates_are_known() -> None:
+    """Find bytes of weights that count twice or not at all, and rates of Winograd for other kernels."""
+    work, plain = OperatorWork(OperatorClass.CONVOLUTION, 10**7, 5 * 10**6, 2 * 10**6, 10**6), OperatorRate(1e10, 1e9, 1e-3)
+    assert work.seconds(plain) == pytest.approx(1e-3 + 5e-3)
+    assert work.seconds(replace(plain, weight_bytes_per_second=1e8)) == pytest.approx(1e-3 + 2e-2 + 3e-3)
+    both = replace(plain, weight_bytes_per_second=1e8, transposed_bytes_per_second=1e7, winograd_flops_per_second=1e9)
+    assert work.seconds(both) == pytest.approx(1e-3 + 2e-2 + 1e-1 + 2e-3)
+    assert replace(work, winograd_flops=5 * 10**6).seconds(both) == pytest.approx(1e-3 + 2e-2 + 1e-1 + 5e-3)
+    assert replace(work, winograd_flops=5 * 10**6).seconds(plain) == work.seconds(plain)
+    assert work.seconds(both.scaled(4)) == pytest.approx(work.seconds(both) / 4)
 
 
 def test_updates_are_bound_by_bytes_and_cost_nothing_where_there_is_nothing() -> None:
@@ -520,6 +564,7 @@ def test_rates_are_work_over_time_of_each_class() -> None:
     assert rates[OperatorClass.CONVOLUTION].flops_per_second == pytest.approx(1e9)
     assert rates[OperatorClass.PRODUCT].flops_per_second == pytest.approx(5e8)
     assert rates[OperatorClass.MEMORY].bytes_per_second == pytest.approx(2.5e8)
+    assert all(rates[kind] == rates[kind.of_dtype("float32")] for kind in OperatorClass)  # also of a class without operators
 
 
 def test_a_class_without_operators_has_the_rate_of_all_others() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict, replace
 from itertools import count
 
 import numpy as np
@@ -21,7 +22,7 @@ from hpctrain.planner import calibration
 from hpctrain.planner.calibration import RateTask, measure_rates_of, rates_from_timings
 from hpctrain.planner.compute_costs import product_key
 from hpctrain.planner.job import Candidate, Job
-from hpctrain.planner.machine import OperatorClass
+from hpctrain.planner.machine import OperatorClass, OperatorRate
 from hpctrain.planner.operator_times import OperatorTimes
 from hpctrain.planner.operator_work import FactorProduct, OperatorWork, products_of, time_product
 from hpctrain.planner.program_timing import (
@@ -237,33 +238,71 @@ def test_a_time_is_of_one_product_after_all_were_waited_for(dtype: str) -> None:
     assert (seconds, len(calls), next(ticks)) == (1.0, 7, 14)
 
 
-CALL = 1e-5
+FITTED = {
+    OperatorClass.CONVOLUTION: OperatorRate(1e11, 2e10, 1e-5, 1e10, 8e9, 8e10),
+    OperatorClass.PRODUCT: OperatorRate(5e10, 2e10, 3e-5, 1.5e10),
+    OperatorClass.MEMORY: OperatorRate(1e11, 2e10, 2e-6),
+    OperatorClass.CONVOLUTION_BFLOAT16: OperatorRate(2.2e11, 1.5e10, 2e-5, 9e9, 4e9, 1.9e11),
+    OperatorClass.PRODUCT_BFLOAT16: OperatorRate(5.5e10, 1.5e10, 5e-5, 1.4e10),
+    OperatorClass.MEMORY_BFLOAT16: OperatorRate(2.2e11, 1.5e10, 4e-6),
+}
 
 
-def test_rates_are_work_over_time_without_calls() -> None:
-    timings = [
-        (OperatorWork(OperatorClass.CONVOLUTION, 4_000_000, 10), CALL + 1e-3),
-        (OperatorWork(OperatorClass.CONVOLUTION, 8_000_000, 10), CALL + 1e-3),
-        (OperatorWork(OperatorClass.PRODUCT, 3_000_000, 10), CALL + 1e-3),
-        (OperatorWork(OperatorClass.MEMORY, 0, 5_000_000), CALL + 1e-3),
-        (OperatorWork(OperatorClass.MEMORY, 0, 10), CALL / 2),  # shorter than a call: no time
+def _calls(kind: OperatorClass) -> list[OperatorWork]:
+    """Return works of a class: with many operations and few weights, and the other way round."""
+    plain = kind.of_dtype("float32")
+    if plain is OperatorClass.MEMORY:
+        return [OperatorWork(kind, 0, n_bytes) for n_bytes in (100, 20_000, 3_000_000, 90_000_000)]
+    convolution = plain is OperatorClass.CONVOLUTION
+    return [
+        OperatorWork(kind, flops, 100 + of_weights + transposed, of_weights, transposed, winograd_flops)
+        for flops in (900_000, 20_000_000, 500_000_000)
+        for of_weights in (1_000, 400_000, 9_000_000)
+        for transposed in ((0, 300_000, 8_000_000) if convolution else (0,))
+        for winograd_flops in ((0, flops // 2) if convolution else (0,))
     ]
-    found = rates_from_timings(timings, CALL)
-    assert found[OperatorClass.CONVOLUTION].flops_per_second == pytest.approx(6e9)
-    assert found[OperatorClass.PRODUCT].flops_per_second == pytest.approx(3e9)
-    assert [rate.bytes_per_second for rate in found.values()] == pytest.approx([5_000_010 / 1e-3] * 3)
-    assert {rate.call_seconds for rate in found.values()} == {CALL}
 
 
-def test_a_kernel_set_has_a_rate_of_every_class(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("noise", [0.0, 0.05])
+def test_rates_come_back_from_the_times_that_they_predict(noise: float) -> None:
+    """Find a fit that mixes precisions or kernels, or that counts the bytes or copies of weights as operations."""
+    random = np.random.default_rng(0)
+    works = [work for kind in FITTED for work in _calls(kind)]
+    random.shuffle(works)
+    found = rates_from_timings(
+        [(work, work.seconds(FITTED[work.kind]) * (1 + noise * random.standard_normal())) for work in works]
+    )
+    assert set(found) == set(FITTED)
+    for work in works:
+        assert work.seconds(found[work.kind]) == pytest.approx(work.seconds(FITTED[work.kind]), rel=1e-6 + 3 * noise)
+    if not noise:
+        for kind, rate in FITTED.items():
+            assert asdict(found[kind]).keys() == asdict(rate).keys()
+            for name, speed in asdict(rate).items():
+                assert getattr(found[kind], name) == (None if speed is None else pytest.approx(speed, rel=1e-6))
+
+
+def test_noise_does_not_make_a_part_of_a_call_negative() -> None:
+    """Find rates that are negative or infinite if larger works took less time."""
+    works = [OperatorWork(OperatorClass.CONVOLUTION, flops, 10 * flops, 100, 10) for flops in (1_000, 10_000, 100_000)]
+    works += [replace(work, kind=OperatorClass.MEMORY, weight_bytes=0, transposed_bytes=0) for work in works]
+    for rate in rates_from_timings([(work, 1.0 / work.flops) for work in works]).values():
+        speeds = [speed for name, speed in asdict(rate).items() if name != "call_seconds" and speed is not None]
+        assert all(0 < speed < 1e16 for speed in speeds)
+        assert 0 <= rate.call_seconds <= 1
+
+
+@pytest.mark.parametrize("dtypes", [("float32",), ("float32", "bfloat16")])
+def test_a_kernel_set_has_a_rate_of_every_class(dtypes: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Find a precision that is not measured, or that other ranks do not measure at the same time."""
     small = RateTask(lambda: catalogue.build("resnet_small", {"depth": 20, "width": 0.25}), 1, 8)
-    monkeypatch.setattr(calibration, "_LARGE", (small,))
+    monkeypatch.setattr(calibration, "_TASKS", (small,))
     monkeypatch.setattr(calibration, "_STEPS", 1)
     met = []
-    found = measure_rates_of(NumpyKernelSet(), 1, lambda: met.append(1))
-    assert set(found) == set(OperatorClass)
-    assert all(rate.flops_per_second > 0 and rate.bytes_per_second > 0 and rate.call_seconds > 0 for rate in found.values())
-    assert len(met) == 2 * 3  # two tasks, each with two warm-up steps
+    found = measure_rates_of(NumpyKernelSet(), 1, lambda: met.append(1), dtypes)
+    assert set(found) == {kind.of_dtype(dtype) for kind in OperatorClass for dtype in dtypes}
+    assert all(rate.flops_per_second > 0 and rate.bytes_per_second > 0 and rate.call_seconds >= 0 for rate in found.values())
+    assert len(met) == 3 * len(dtypes)  # each task has two warm-up steps
 
 
 def spec(size: int) -> ParameterSpec:

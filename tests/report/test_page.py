@@ -239,7 +239,7 @@ CURVES = (
 
 @pytest.mark.parametrize("follows", [True, False])
 def test_the_learning_rate_is_drawn_from_the_schedule_that_the_run_followed(tmp_path: Path, *, follows: bool) -> None:
-    """Would find a curve that has only a point per epoch, and one by a schedule that the run did not follow."""
+    """Would find a curve with a single point per epoch, and the curve of a schedule that the run did not follow."""
     config = "model: {name: small}\ndata: {train: a.h5, test: b.h5}\nbatch: 10\nepochs: 4\n"
     config += "optimizer: {name: sgd, lr: 0.1}\nschedule: {name: cosine, warmup_epochs: 1}\n"
     run = write_run(tmp_path, epochs=0, config=config)

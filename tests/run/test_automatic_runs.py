@@ -1,7 +1,7 @@
 """Automatic choices: searched by rank 0, equal on all ranks, kept by resumed runs; machines and operator times."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -418,7 +418,32 @@ def test_names_and_options_come_as_in_a_configuration() -> None:
 @pytest.fixture
 def known_rates(monkeypatch: pytest.MonkeyPatch) -> None:
     rates = {kind: OperatorRate(1e10, 2e9, 3e-6) for kind in OperatorClass}
-    monkeypatch.setattr(calibration, "measure_rates_of", lambda kernels, threads, before: rates)
+    monkeypatch.setattr(calibration, "measure_rates_of", lambda kernels, threads, before, dtypes: rates)
+
+
+def test_bfloat16_is_measured_only_if_the_processors_of_all_ranks_multiply_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Find ranks that measure different precisions, which wait for each other forever, and rates of an emulation."""
+    asked: list[list[str]] = []
+
+    def rates(
+        kernels: KernelSet, threads: int, before: Callable[[], None], dtypes: Sequence[str]
+    ) -> dict[OperatorClass, OperatorRate]:
+        asked.append(list(dtypes))
+        return {kind.of_dtype(dtype): OperatorRate(1e10, 2e9, 3e-6) for kind in OperatorClass for dtype in dtypes}
+
+    monkeypatch.setattr(calibration, "measure_rates_of", rates)
+    for able, expected in (((True, True), ["float32", "bfloat16"]), ((True, False), ["float32"])):
+
+        def program(comm: Communicator, able: tuple[bool, ...] = able) -> Machine:
+            kernels = NumpyKernelSet()
+            setattr(kernels, "multiplies_bfloat16", able[comm.rank])  # noqa: B010  an attribute of oneDNN's set
+            return measurement.measured(comm, kernels, 1, 60.0, 1.0, dtypes=("float32", "bfloat16"))
+
+        machines = run_virtual(2, program)
+        assert all(dtypes == expected for dtypes in asked)
+        assert machines[0] == machines[1]
+        assert bool(machines[0].estimate_note("bfloat16")) == (expected == ["float32"])
+        asked.clear()
 
 
 @pytest.mark.usefixtures("known_rates")
@@ -433,13 +458,16 @@ def test_one_process_writes_a_machine_and_says_what_it_could_not_measure(tmp_pat
     words = " ".join(printed.split())
     assert "not measured: one node" in words
     assert "10.0 Gflop/s, 2 GB/s, 3 us per call" in words
+    assert "rates.memory_bfloat16" in words
 
 
 def test_rates_of_one_thread_are_measured_under_a_limit_of_one_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Find networks that are built outside the limit, whose kernels then use all threads."""
     calls: list[tuple[int, int]] = []
 
-    def rates(kernels: KernelSet, threads: int, before: Callable[[], None]) -> dict[OperatorClass, OperatorRate]:
+    def rates(
+        kernels: KernelSet, threads: int, before: Callable[[], None], dtypes: Sequence[str]
+    ) -> dict[OperatorClass, OperatorRate]:
         calls.append((threads, max(pool["num_threads"] for pool in threadpool_info())))
         return {kind: OperatorRate(1e10 * threads, 2e9, 3e-6) for kind in OperatorClass}
 

@@ -121,7 +121,7 @@ def test_a_step_is_reported_with_its_prediction(tmp_path: Path) -> None:
 
 
 def test_a_wrong_prediction_is_marked_and_explained(tmp_path: Path) -> None:
-    """Would find a comparison that shows only good predictions."""
+    """Would find a comparison that omits wrong predictions."""
     times = {"measured_step_seconds": 0.05, "predicted_step_seconds": 0.02, "prediction_note": "cores were lost"}
     run = write_run(tmp_path, events=[{"kind": "steps", "time": 31.0, "step": 30, **times}])
     figures = [summary(read_runs([path])[0]) for path in (write_run(tmp_path).path, run.path)]

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 TESTS = Path(__file__).parents[1]
-#: The most cases of a test that all run at level usual, and those of a test that is marked slow.
+#: Maximum number of cases of a test up to which level usual runs all of them; LARGE_SLOW is for tests with the marker `slow`.
 LARGE, LARGE_SLOW = 12, 3
 QUICK_CASES = 1
 LEVELS = ("quick", "usual", "all")

@@ -142,6 +142,31 @@ class Convolution:
         }
 
     @property
+    def winograd_shares(self) -> tuple[float | None, float | None, float | None]:
+        """`Operator.winograd_shares`."""
+        gradient = self.weight_gradient
+        return (
+            None if self.winograd is None else self.winograd.operation_share,
+            gradient.operation_share if isinstance(gradient, WeightGradient) else None,
+            None if self.winograd_data is None else self.winograd_data.operation_share,
+        )
+
+    @property
+    def copied_bytes(self) -> tuple[int, int, int]:
+        """`Operator.copied_bytes` in training. Winograd's transforms of weights count as operations."""
+
+        def copied(form: Descriptor | None, replacement: object) -> int:
+            if form is None or replacement is not None or form.equals(self.plain_weights):
+                return 0
+            return self.plain_weights.size_bytes + form.size_bytes
+
+        return (
+            copied(self.weights, self.winograd),
+            copied(self.diff_weights if self.backward_weights is not None else None, self.weight_gradient),
+            copied(self.backward_data_weights if self.backward_data is not None else None, self.winograd_data),
+        )
+
+    @property
     def penalty(self) -> int:
         """Number of phases for which oneDNN has only its slow plain loops."""
         return sum(primitive.is_plain for primitive in self.phases.values() if primitive is not None)
@@ -392,6 +417,8 @@ class Conv2dOperator(OutputReadOnce, ParameterCopies, FollowsOperator, LibraryOp
         self._flips_whole = flips and not self._flips_taps
         self.inputs, self.output = (plan.x,), plan.y
         self.needs_output = relu
+        self.winograd_shares = plan.winograd_shares
+        self.copied_bytes = plan.copied_bytes if training else (0, 0, 0)
         self._mask = GradientMask(engine, self._label, plan.y) if relu and training else None
         self._first: Conv2dOperator | None = None
         self._place_memory()

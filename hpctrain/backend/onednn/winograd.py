@@ -135,19 +135,25 @@ class Tiling:
         written = min(2 * rows, self.output_size[0] - 2 * row)
         return Chunk(image, read_row, 2 * row, Form(images, rows, self.tiles[1], read_row - begin, read, written))
 
-    def pays(self, direct_speed: float) -> bool:
-        """Return whether Winograd is faster than a direct kernel with `direct_speed` times the speed of Winograd's products.
+    @property
+    def operation_share(self) -> float:
+        """Number of operations relative to that of a direct kernel.
 
-        Compares numbers of operations. Those of a transform are weighted by their time, as measured with AVX2: 130 for each
-        element of a tile of x, 40 for y and 65 for the weights. The rule is fixed rather than measured at run time, so that all
-        ranks choose alike.
+        Operations of a transform are weighted by their time, as measured with AVX2: 130 for each element of a tile of x, 40 for y
+        and 65 for the weights.
         """
         product = self.channels_in * self.channels_out
         transforms = 130 * self.channels_in + 40 * self.channels_out
         tiles = self.batch * math.prod(self.tiles)
-        winograd = 16 * tiles * (2 * product + transforms) + 16 * 65 * product
-        height, width = self.output_size
-        return winograd < 18 * product * self.batch * height * width / direct_speed
+        direct = 18 * product * self.batch * math.prod(self.output_size)
+        return (16 * tiles * (2 * product + transforms) + 16 * 65 * product) / max(1, direct)
+
+    def pays(self, direct_speed: float) -> bool:
+        """Return whether Winograd is faster than a direct kernel with `direct_speed` times the speed of Winograd's products.
+
+        The rule is fixed rather than measured at run time, so that all ranks choose alike.
+        """
+        return self.operation_share * direct_speed < 1
 
 
 def _parts(total: int, limit: int) -> Iterator[tuple[int, int]]:
@@ -513,12 +519,16 @@ class _Winograd:
 
     Args:
         strides: strides of the weights along (tap, out, in), in elements.
+
+    Attributes:
+        operation_share: number of operations relative to that of a direct kernel.
     """
 
     def __init__(
         self, engine: Engine, label: str, tiling: Tiling, strides: tuple[int, int, int], *, bias: bool, backward: bool
     ) -> None:
         self._engine, self._label, self._tiling = engine, f"{label} by Winograd", tiling
+        self.operation_share = tiling.operation_share
         self._chunks = tiling.chunks()
         self._forms: list[Form] = list(dict.fromkeys(chunk.form for chunk in self._chunks))
         self._patches = {form: Patches(engine, self._label, tiling, form) for form in self._forms}

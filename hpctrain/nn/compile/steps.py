@@ -25,8 +25,8 @@ from hpctrain.nn.compile.plan import Action, Actions, PlannedStep
 class SelfMade(Protocol):
     """Spec that makes its own operator, which works on plain memory (a user-defined layer, a halo exchange).
 
-    A spec whose operators are `AnyArrays` has the attribute `any_arrays` with the value True. The operators of other specs
-    compute bfloat16 in float32 between rounded copies.
+    Specs whose operators are `AnyArrays` set the attribute `any_arrays` to True. Operators of other specs compute bfloat16 in
+    float32 between rounded copies.
     """
 
     def operator(self, inputs: tuple[TensorSpec, ...], *, training: bool) -> Operator: ...

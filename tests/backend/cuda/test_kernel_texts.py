@@ -154,7 +154,7 @@ def nvcc_version() -> str:
 
 
 def nvcc_log(name: str, architecture: str, folder: Path) -> str:
-    """Return what nvcc prints for a source. The cache of the emulated device's kernels has a file of it by content."""
+    """Return the output of nvcc for a source, cached by content in the folder of the emulated device's kernels."""
     key = "\0".join((sources.text(name), architecture, *FLAGS, nvcc_version()))
     log = build._folder() / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.log"
     if not log.exists():

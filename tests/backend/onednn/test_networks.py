@@ -391,6 +391,7 @@ def results(block: Layer, channels: int, kernels: KernelSet, dtype: str, seed: i
     return found
 
 
+@pytest.mark.sample(12)
 @pytest.mark.slow
 @pytest.mark.parametrize(("block", "channels"), [pytest.param(b, c, id=name) for name, b, c in blocks()])
 def test_residual_blocks_equal_the_reference(onednn: KernelSet, block: Layer, channels: int) -> None:
@@ -433,3 +434,32 @@ def test_the_library_is_not_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("subprocess.Popen", refuse)
     monkeypatch.setattr("os.popen", refuse)
     binding.available()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_declared_copies_of_weights_are_those_that_a_step_makes(onednn: OnednnKernelSet, dtype: str) -> None:
+    """Find predictions that count a copy that no step makes, that omit one, or that count one of Winograd's phases as direct."""
+    if dtype == "bfloat16" and not onednn.multiplies_bfloat16:
+        pytest.skip("this processor does not multiply bfloat16")
+    layers = [Conv2d(3, 64, 3), ReLU(), Conv2d(64, 64, 3), ReLU(), Conv2d(64, 32, 1), ReLU(), Conv2d(32, 64, 3, stride=2)]
+    network = Network(Sequential([*layers, Flatten(), Linear(64 * 13 * 13, 5)]), (32, 32, 3), onednn, dtype=dtype)
+    operators = []
+    for step in network.program((2,), training=True).plan.steps:
+        operator = step.operator
+        if not isinstance(operator, Conv2dOperator):
+            assert operator.copied_bytes == (0, 0, 0)
+            continue
+        operators.append(operator)
+        plan, weights = operator._plan, 4 * int(np.prod(operator._plan.spec.weight_shape))
+        works = (operator._load, getattr(operator, "_store", None), operator._load_backward)
+        replaced = (plan.winograd, plan.weight_gradient, plan.winograd_data)
+        for work, n_bytes, other in zip(works, operator.copied_bytes, replaced, strict=True):
+            assert (work is not None) == (n_bytes > 0)
+            assert n_bytes == 0 or n_bytes >= 1.5 * weights  # one side is float32, the other one may be bfloat16
+            assert other is None or n_bytes == 0
+        if dtype == "float32":
+            assert [share is None for share in operator.winograd_shares] == [other is None for other in replaced]
+    assert any(operator.copied_bytes[0] for operator in operators)
+    shares = [share for operator in operators for share in operator.winograd_shares if share is not None]
+    assert bool(shares) == (dtype == "float32")  # in bfloat16, no phase computes by Winograd
+    assert all(16 / 36 < share < 1.5 for share in shares)

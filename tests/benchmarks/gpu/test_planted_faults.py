@@ -71,6 +71,7 @@ FAULTS = (
 )
 
 
+@pytest.mark.sample(2)
 @pytest.mark.job
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
