@@ -130,7 +130,7 @@ def _folded(text: str, width: int | None) -> list[str]:
     if width is None or len(text) <= width:
         return [text]
     lines = [""]
-    for piece in re.findall(r"[^. ]*[. ]?", text):
+    for piece in re.findall(r"[^. ]*[. ]*", text):
         room = width if len(lines) == 1 else width - 2
         if lines[-1] and len(f"{lines[-1]}{piece}".rstrip()) > room:
             lines.append("")
