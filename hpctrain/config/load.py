@@ -250,7 +250,7 @@ def load(path: str | Path, overrides: Sequence[str] = (), refusal: Refusal | Non
 
 
 def _of_directory(path: Path) -> str:
-    """Return the message for a directory in the place of a configuration file."""
+    """Return the message for a directory that is given as a configuration file."""
     if (path / "config.yaml").is_file():
         return (
             f"{path} is the directory of a run, but a configuration must be a YAML file; write {path}/config.yaml, with "

@@ -336,9 +336,9 @@ Checked = TypeVar("Checked", bound=Callable[..., Any])
 
 
 def checked_calls(target: Checked) -> Checked:
-    """Let calls of a function, or of a class's constructor and public methods, raise a ConfigError if they do not fit.
+    """Decorate a function, or a class's constructor and public methods, so that wrong calls raise a ConfigError.
 
-    It is a decorator. A call does not fit if a parameter is unknown or missing, or if there are too many arguments.
+    A call is wrong if it passes an unknown parameter, too many arguments or one argument twice, or lacks a required argument.
     """
     if inspect.isclass(target):
         for name, function in list(vars(target).items()):
@@ -362,10 +362,10 @@ def checked_calls(target: Checked) -> Checked:
 def wrong_call(
     function: Callable[..., Any], arguments: Sequence[Any], keywords: Mapping[str, Any], name: str | None = None
 ) -> ConfigError | None:
-    """Return the error for a call whose arguments do not fit the parameters of a function; None if they fit.
+    """Return the error for a call whose arguments do not match the parameters of a function; None if they match.
 
     Args:
-        arguments: arguments without names; the first argument of a method is its object.
+        arguments: positional arguments, for a method with the object first.
         name: name of the function in the message; default: its own, with its class.
     """
     parameters = list(inspect.signature(function).parameters.values())
@@ -425,7 +425,7 @@ class CheckedArguments(ABCMeta):
 
 
 def _with_checked_types(cls: type, constructor: Callable[..., None]) -> Callable[..., None]:
-    """Return a constructor that raises unless its arguments fit its parameters and have the types of its annotations."""
+    """Return a constructor that raises unless its arguments match its parameters and their annotated types."""
     parameters = dict(inspect.signature(constructor).parameters)
     del parameters[next(iter(parameters))]  # self
     by_place = [name for name, parameter in parameters.items() if parameter.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]

@@ -129,7 +129,7 @@ def started_by(environ: Mapping[str, str]) -> Launcher:
 def place_of(rank: int | None) -> str:
     """Return the prefix of this process's lines among those of other ranks, such as "[3/64@node7] ".
 
-    It is empty without a rank, and for rank 0 if there is no other.
+    The prefix is "" without a rank, and for the only rank of a job.
     """
     launcher = _detect(os.environ)
     alone = launcher.expected_size == 1 or not launcher.starts_mpi

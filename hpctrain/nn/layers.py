@@ -49,7 +49,7 @@ def lowered(model: Layer, samples: int, image_shape: tuple[int, int, int], dtype
     """Return the graph of a model for a batch of images of shape (H, W, C).
 
     Raises:
-        ShapeError: the layers do not fit each other or the images, or the shape has its channels first.
+        ShapeError: the layers do not fit each other or the images. If the channels seem to be first, the message says so.
     """
     builder = GraphBuilder(TensorSpec((samples, *image_shape), dtype))
     try:
@@ -76,7 +76,7 @@ class Layer(metaclass=CheckedArguments):
     window: Window | None = None
 
     def __init__(self) -> None:
-        """Accept no arguments, so that a call with any raises a sentence."""
+        """Accept no arguments. Defined so that the metaclass checks calls of subclasses without a constructor."""
         super().__init__()
 
     def parameters(self) -> Mapping[str, ParameterSpec]:

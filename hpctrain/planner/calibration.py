@@ -114,7 +114,8 @@ def measure_memory_traffic(threads: int, before: Callable[[], None] = lambda: No
 def rates_from_timings(timings: Sequence[Timing]) -> dict[OperatorClass, OperatorRate]:
     """Return the rates of the operator classes that have timings.
 
-    Operations of memory-bound operators take the rate of convolutions. Bytes of activations take that of memory-bound operators.
+    Memory-bound operators have the operations per second of convolutions. All classes have the bytes per second of memory-bound
+    operators.
     """
     of_class: dict[OperatorClass, list[Timing]] = {}
     for work, seconds in timings:

@@ -41,15 +41,16 @@ _BFLOAT16_SPEED = 2.0
 class OperatorRate:
     """Rate of a class of operators on one rank while all ranks of a node compute.
 
-    A call takes call_seconds + max(flops / flops_per_second, bytes / bytes_per_second). Bytes of weights with a rate of their own
-    take additional time instead.
+    A call takes call_seconds + max(flops / flops_per_second, bytes / bytes_per_second). Bytes of weights that have their own rate
+    are not part of `bytes`, and their time is added.
 
     Attributes:
-        weight_bytes_per_second: bytes of weights, or of their gradients, that are read, written or copied per second; None: as
-            other bytes.
-        transposed_bytes_per_second: bytes read and written per second by transposing copies of weights, for inputs' gradients;
-            None: as other bytes.
-        winograd_flops_per_second: operations per second of convolutions by Winograd; None: as long as direct convolutions.
+        weight_bytes_per_second: bytes of weights, or of their gradients, that are read, written or copied per second; None: they
+            count as other bytes.
+        transposed_bytes_per_second: bytes read and written per second by transposing copies of weights, for the gradients of
+            inputs; None: they count as other bytes.
+        winograd_flops_per_second: operations per second of convolutions by Winograd; None: such convolutions take as long as
+            direct ones.
     """
 
     flops_per_second: float
@@ -286,7 +287,8 @@ class Machine:
     def rate(self, kind: OperatorClass) -> OperatorRate:
         """Return the rate of a class.
 
-        If the machine has no rates of bfloat16, they are those of float32, with twice the operations per second of convolutions.
+        If the machine has no rate of a class of bfloat16, it is that of float32. For convolutions, the operations per second are
+        doubled.
         """
         rate = self.rates.get(kind)
         if rate is not None:

@@ -110,8 +110,8 @@ def measured(
         vary_threads: whether to measure the effect of threads, too; equal on all ranks.
         dtypes: dtypes of activations to measure; bfloat16 is left out unless the processors of all ranks multiply it.
     """
-    halves = all(world.allgather_object(getattr(kernels, "multiplies_bfloat16", False)))
-    dtypes = [dtype for dtype in dtypes if halves or dtype != "bfloat16"]
+    multiply_bfloat16 = all(world.allgather_object(getattr(kernels, "multiplies_bfloat16", False)))
+    dtypes = [dtype for dtype in dtypes if multiply_bfloat16 or dtype != "bfloat16"]
 
     def rates(before: Callable[[], None]) -> Mapping[OperatorClass, OperatorRate]:
         return calibration.measure_rates_of(kernels, threads, before, dtypes)

@@ -173,7 +173,7 @@ class OperatorWork:
         weight_bytes: bytes of weights, or of their gradients, that a convolution or linear layer reads or writes. If the kernel
             uses a copy in another format, these are the bytes that copying reads and writes.
         transposed_bytes: bytes that copying reads and writes for the kernel of an input's gradient, which transposes weights.
-        winograd_flops: number of operations by Winograd, if the kernel computes so; `flops` is that of a direct kernel.
+        winograd_flops: number of operations if the kernel computes by Winograd, otherwise 0; `flops` is that of a direct kernel.
     """
 
     kind: OperatorClass

@@ -330,7 +330,7 @@ def test_the_table_has_a_line_for_each_number_of_ranks_and_says_that_it_is_simul
 
 
 def test_a_simulation_of_bfloat16_on_a_machine_of_float32_says_that_it_estimates() -> None:
-    """Find a prediction in bfloat16 that looks as if it were measured in bfloat16."""
+    """Would find a prediction of bfloat16 that does not state that its rates are estimates."""
     result = simulate(*SIMULATED, "precision=bfloat16", "--ranks", "1")
     assert result.exit_code == 0, result.output
     words = " ".join(result.stdout.split())

@@ -158,7 +158,7 @@ def test_rates_of_bfloat16_are_for_operators_of_bfloat16() -> None:
 
 
 def test_copies_of_weights_and_fewer_operations_of_kernels_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Find a phase with the copies or the operations of another one."""
+    """Would find a phase with the copies or the operations of another phase."""
     plan = _plan(2)
     k, step = next((k, step) for k, step in enumerate(plan.steps) if isinstance(step.operator.spec, Conv2dSpec) and k)
     actions = (Action.FORWARD, Action.PARAMETERS, Action.INPUT)
@@ -177,7 +177,7 @@ def test_copies_of_weights_and_fewer_operations_of_kernels_count(monkeypatch: py
 
 
 def test_weights_and_winograd_take_their_own_time_if_their_rates_are_known() -> None:
-    """Find bytes of weights that count twice or not at all, and rates of Winograd for other kernels."""
+    """Would find bytes of weights that count twice or not at all, and Winograd's rate applied to other kernels."""
     work, plain = OperatorWork(OperatorClass.CONVOLUTION, 10**7, 5 * 10**6, 2 * 10**6, 10**6), OperatorRate(1e10, 1e9, 1e-3)
     assert work.seconds(plain) == pytest.approx(1e-3 + 5e-3)
     assert work.seconds(replace(plain, weight_bytes_per_second=1e8)) == pytest.approx(1e-3 + 2e-2 + 3e-3)

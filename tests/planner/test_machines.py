@@ -62,7 +62,7 @@ def test_a_scaled_machine_differs_in_what_was_asked_for_alone() -> None:
 
 
 def test_a_machine_without_bfloat16_estimates_it_from_float32_and_says_so() -> None:
-    """Find a file of float32 that is refused or used without a word, and estimates that hide measured rates."""
+    """Would find a file of float32 that is refused or used without a note, and estimates that replace measured rates."""
     convolution, memory = OperatorRate(2e10, 8e9, 5e-6, 4e9, 2e9), OperatorRate(1e10, 6e9, 1e-6)
     rates = {OperatorClass.CONVOLUTION: convolution, OperatorClass.MEMORY: memory}
     machine = replace(MACHINE, rates=rates)

@@ -143,7 +143,7 @@ class Convolution:
 
     @property
     def winograd_shares(self) -> tuple[float | None, float | None, float | None]:
-        """`Operator.winograd_shares`."""
+        """Operations of each phase by Winograd relative to those of the spec; see `Operator.winograd_shares`."""
         gradient = self.weight_gradient
         return (
             None if self.winograd is None else self.winograd.operation_share,
@@ -153,7 +153,10 @@ class Convolution:
 
     @property
     def copied_bytes(self) -> tuple[int, int, int]:
-        """`Operator.copied_bytes` in training. Winograd's transforms of weights count as operations."""
+        """Bytes that each phase of a training step copies between formats; see `Operator.copied_bytes`.
+
+        Winograd's transforms of weights are not included, because they count as operations.
+        """
 
         def copied(form: Descriptor | None, replacement: object) -> int:
             if form is None or replacement is not None or form.equals(self.plain_weights):

@@ -41,7 +41,7 @@ class Augmentation(metaclass=CheckedArguments):
     draws: ClassVar[int] = 0
 
     def __init__(self) -> None:
-        """Accept no arguments, so that a call with any raises a sentence."""
+        """Accept no arguments. Defined so that the metaclass checks calls of subclasses without a constructor."""
         super().__init__()
 
     def __init_subclass__(cls) -> None:

@@ -438,7 +438,7 @@ def test_the_library_is_not_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_declared_copies_of_weights_are_those_that_a_step_makes(onednn: OnednnKernelSet, dtype: str) -> None:
-    """Find predictions that count a copy that no step makes, that omit one, or that count one of Winograd's phases as direct."""
+    """Would find a prediction with a copy that no step makes, without one, or with a phase of Winograd counted as direct."""
     if dtype == "bfloat16" and not onednn.multiplies_bfloat16:
         pytest.skip("this processor does not multiply bfloat16")
     layers = [Conv2d(3, 64, 3), ReLU(), Conv2d(64, 64, 3), ReLU(), Conv2d(64, 32, 1), ReLU(), Conv2d(32, 64, 3, stride=2)]
