@@ -14,6 +14,8 @@ import os
 import platform
 import re
 import resource
+import shutil
+import signal
 import sys
 import time
 import traceback
@@ -25,7 +27,7 @@ import click
 
 from hpctrain.core import log, user_code
 from hpctrain.core.errors import HpctrainError, LaunchError, RankLostError
-from hpctrain.core.text import choices, colours, counted, escaped, size_text, synonyms
+from hpctrain.core.text import choices, colours, counted, escaped, size_text, synonyms, wrapped
 from hpctrain.core.text import sentence as sentence_of
 from hpctrain.flight.start_records import hint
 from hpctrain.launch import process_end
@@ -35,6 +37,9 @@ _PACKAGE = Path(__file__).resolve().parents[1]
 
 USER_ERROR = process_end.USER_ERROR
 BUG = process_end.BUG
+
+#: sentence of a command that Ctrl-C ends
+INTERRUPTED = "Interrupted by Ctrl-C."
 
 # If every rank raises an error, rank 0 prints it and ends the job. A rank that is still alive after this time is the only one
 # with its error, and prints it.
@@ -58,6 +63,9 @@ class Commands(click.Group):
         with user_errors_end_in_sentences():
             try:
                 return super().invoke(ctx)
+            except KeyboardInterrupt:
+                _say(INTERRUPTED, None)
+                raise _Left(process_end.SIGNALLED + signal.SIGINT) from None
             except click.NoSuchOption as error:
                 raise _as_override(error) from None
             except click.BadOptionUsage as error:
@@ -72,9 +80,13 @@ class Commands(click.Group):
         """Return the command as click does. Raise if it is unknown, naming the nearest one, or if an option has no value."""
         name = args[0]
         if name not in self.list_commands(ctx) and not name.startswith("-") and not ctx.resilient_parsing:
+            if name == "help":
+                words = " ".join([ctx.command_path, *args[1:], "--help"])
+                raise click.UsageError(f'There is no command "help"; use `{words}`.', ctx)
             deeper = " or ".join(f'"{words}"' for words in _below(self, ctx) if words.split()[-1] == name)
             advice = f"the nearest is {deeper}" if deeper else choices(name, self.list_commands(ctx))
-            raise click.UsageError(f'There is no command "{name}"; {advice}.', ctx)
+            message = f'There is no command "{name}"; {advice}.'
+            raise click.UsageError(message if deeper else wrapped(message, shutil.get_terminal_size().columns), ctx)
         word, command, rest = super().resolve_command(ctx, args)
         if command is not None and not isinstance(command, click.Group) and not ctx.resilient_parsing:
             check_values(click.Context(command, ctx, word, **command.context_settings), rest)
@@ -209,7 +221,8 @@ def job_ends_on_error(
         with user_errors_end_in_sentences(rank, abort, failed):
             yield
     except KeyboardInterrupt:
-        sentence = "KeyboardInterrupt during a run ends the job."
+        launcher = detect({name: value for name, value in os.environ.items() if name != EXPECT_RANKS})
+        sentence = "KeyboardInterrupt during a run ends the job." if launcher.starts_mpi else INTERRUPTED
         failed(sentence, ())
         if rank():  # Ctrl-C reaches all ranks: rank 0 reports it and ends the job
             time.sleep(_ALONE_AFTER_SECONDS)

@@ -400,6 +400,7 @@ def _faults_of(
 ) -> Iterator[tuple[KeyPath, str]]:
     """Yield all faults in making a named object. After the fault of an option, the others are checked without it."""
     removed: set[str] = set()
+    last_advice = ""
     while True:
         options = {key: value for key, value in section.options.items() if key not in removed}
         try:
@@ -418,6 +419,7 @@ def _faults_of(
                 advice = f'{overridden} keeps the other keys of the section, so write "{dotted(path)}={flow(fits)}"'
                 if path == ("optimizer",) and source.places.get((*path, "lr"), "").startswith(source.label):
                     advice += f". Choose lr for {section.name}, as the value of the file was chosen for another optimiser"
+                last_advice, advice = advice, advice if advice != last_advice else "the line above leaves it out, too"
             sentence = f"{error.fault}; {advice}." if error.fault and error.option in options else str(error)
             if error.fault and error.option not in options and (examples := _needed_examples(path, section.name, options)):
                 whole = flow({**section.model_dump(mode="json", exclude_unset=True), **examples})

@@ -347,7 +347,7 @@ def _override(data: Any, places: dict[KeyPath, str], override: str, following: s
     if not equals or not all(parts):
         is_pair = tuple(parts) in known_paths() and following and "=" not in following
         example = f"{override}={following}" if is_pair else "optimizer.lr=0.2"
-        raise ConfigError(f"{label}: An override must have the form key=value, such as {example}.")
+        raise ConfigError(f"{label}: An override must have the form key=value without spaces, such as {example}.")
     try:
         value, _ = read_yaml(text, label)
     except ConfigError as error:

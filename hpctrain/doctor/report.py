@@ -53,7 +53,10 @@ def conclusion(examination: Examination, *, strict: bool) -> str:
     faults, warnings = counts[Severity.FAULT], counts[Severity.WARNING]
     total = f"{_count(faults, 'fault')} and {_count(warnings, 'warning')}"
     if not exit_code(examination.all_findings, strict=strict):
-        return "A training would run well here." if not warnings else f"A training would run here: {total}."
+        if warnings:
+            return f"A training would run here: {total}."
+        remarks = counts[Severity.REMARK]
+        return "A training would run well here." if not remarks else f"A training would run here: {_count(remarks, 'remark')}."
     return f"{'A training would not run well here' if faults else 'Warnings count here'}: {total}."
 
 

@@ -45,7 +45,7 @@ def of_process(watch: SignalWatch) -> None:
 
 
 #: answers to a request: of a training, and of a program with a loop of its own
-_TRAINING_ENDS = "the run ends after this step with a checkpoint"
+_TRAINING_ENDS = "the run ends with a checkpoint as soon as a step is complete"
 _PROGRAM_ASKED = "the program is asked to save a checkpoint and to end"
 
 

@@ -221,9 +221,15 @@ class _Request:
         """Name of the argument `steps`, as the caller knows it."""
         return "steps" if self.in_program else "--steps"
 
-    def continuation(self, directory: Path) -> str:
-        """Return the end of a sentence on how to resume the run."""
-        return f"resume={str(directory)!r}" if self.in_program else f"the same command and --resume {directory}"
+    def continuation(self, directory: Path, *, all_steps: bool = False) -> str:
+        """Return the end of a sentence on how to resume the run.
+
+        Args:
+            all_steps: whether `steps` has ended the run, and must be left out to train all epochs.
+        """
+        if self.in_program:
+            return f"resume={str(directory)!r}{' and without steps' if all_steps else ''}"
+        return f"the same command{', but without --steps,' if all_steps else ''} and --resume {directory}"
 
 
 @dataclass(frozen=True)
@@ -638,12 +644,13 @@ def _end_lines(asked: _Request, end: RunEnd, config: Config, checkpoints: RunChe
     """Yield the lines on how the run ended, with its last accuracies and its best checkpoint."""
     directory, outcome, continuation = end.directory, end.outcome, asked.continuation(end.directory.path)
     epochs = config.epochs
+    written = checkpoints.last or checkpoint.checkpoint_path(directory.checkpoints, outcome.position.global_step)
     if end.reason is not None:
-        written = checkpoints.last or checkpoint.checkpoint_path(directory.checkpoints, outcome.position.global_step)
-        code = "" if asked.in_program else f" (exit code {STOPPED})"
-        yield from stop_lines(end.reason, outcome, epochs, f"{continuation}{code}", written)
+        yield from stop_lines(end.reason, outcome, epochs, continuation, written)
+        if not asked.in_program:
+            yield f"exit code {STOPPED}"
     elif outcome.steps_reached:
-        yield from _steps_reached(outcome, epochs, asked.steps_name, continuation)
+        yield from _steps_reached(outcome, epochs, asked, directory.path, written)
     elif outcome.stopped:
         yield f"ended after epoch {outcome.position.epoch} of {epochs}, as requested by on_epoch"
         yield f"continue with {continuation}"
@@ -666,14 +673,15 @@ def _accuracy(label: str, sums: RunningSums) -> Iterator[str]:
         yield f"{label} of the averaged weights: {means['ema_top1']:.2%} (loss {loss_text(means['ema_loss'])})"
 
 
-def _steps_reached(outcome: Outcome, epochs: int, by: str, continuation: str) -> Iterator[str]:
+def _steps_reached(outcome: Outcome, epochs: int, asked: _Request, directory: Path, written: Path) -> Iterator[str]:
     """Yield lines on the end of a run by its number of steps and on how to resume it, with a remark if it had no evaluation."""
     position = outcome.position
     where = f"after step {position.global_step}, in epoch {min(position.epoch + 1, epochs)} of {epochs}"
-    yield f"ended {where}, as requested by {by}"
+    yield f"ended {where}, as requested by {asked.steps_name}"
     if outcome.evaluation is None:
         yield "no evaluation was made; evaluations are made only at ends of epochs"
-    yield f"continue with {continuation}"
+    yield f"checkpoint {written}"
+    yield f"continue with {asked.continuation(directory, all_steps=True)}"
 
 
 def _skipped(position: Position) -> str:

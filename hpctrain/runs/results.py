@@ -313,10 +313,9 @@ def _predicted(figures: Summary) -> str:
 
 def prediction_head(measured_seconds: float | None, predicted_seconds: float | None) -> str:
     """Return the beginning of a sentence on a wrong or missing prediction of the time of a step."""
-    if not measured_seconds or predicted_seconds is None:
+    if not measured_seconds or not predicted_seconds:
         return "no prediction"
-    error = predicted_seconds / measured_seconds - 1
-    return f"the prediction is {abs(error):.0%} too {'low' if error < 0 else 'high'}"
+    return f"steps took {measured_seconds / predicted_seconds:.2g} times as long as predicted"
 
 
 def prediction_sentences(summaries: Sequence[Summary]) -> list[tuple[int, str]]:

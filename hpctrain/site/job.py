@@ -587,8 +587,9 @@ def _number(command: Sequence[str]) -> str:
             f"{command[0]} did not answer within {_SUBMIT_SECONDS} s; check whether it has accepted {command[-1]}."
         ) from None
     if done.returncode:
-        words = " ".join((done.stderr or done.stdout).split()) or f"exit code {done.returncode}"
-        raise LaunchError(f"{command[0]} has rejected {command[-1]}: {words.rstrip('.')}.")
+        first, *others = (done.stderr or done.stdout).strip().splitlines() or [f"exit code {done.returncode}"]
+        rest = "".join(f"\n  {line.strip()}" for line in others if line.strip())
+        raise LaunchError(f"{command[0]} has rejected {command[-1]}: {first.strip().rstrip('.')}.{rest}")
     # Slurm appends the cluster's name after a semicolon.
     return done.stdout.strip().partition(";")[0]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import textwrap
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -127,8 +126,16 @@ def _aligned(cells: Sequence[Sequence[str]], width: int | None) -> list[str]:
 
 
 def _folded(text: str, width: int | None) -> list[str]:
-    """Return the lines of a text. Lines after the first are two columns shorter, because they are indented."""
+    """Return the lines of a text, broken at blanks, else after dots. Lines after the first are two columns shorter (indent)."""
     if width is None or len(text) <= width:
         return [text]
-    first, *rest = textwrap.wrap(text, width, break_on_hyphens=False)
-    return [first, *textwrap.wrap(" ".join(rest), width - 2, break_on_hyphens=False)]
+    lines = [""]
+    for piece in re.findall(r"[^. ]*[. ]*", text):
+        room = width if len(lines) == 1 else width - 2
+        if lines[-1] and len(f"{lines[-1]}{piece}".rstrip()) > room:
+            lines.append("")
+        while len(piece.rstrip()) > width - 2:  # longer than a line
+            lines[-1], piece = piece[: width - 2], piece[width - 2 :]
+            lines.append("")
+        lines[-1] += piece
+    return [line.rstrip() for line in lines if line.strip()]

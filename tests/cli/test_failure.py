@@ -110,7 +110,7 @@ weights show: nowhere.safetensors => There is no weight file nowhere.safetensors
 calibrate: --out nowhere/machine.yaml => nowhere/machine.yaml
 config show: nowhere.yaml => nowhere.yaml: Cannot read the configuration
 config show: CONFIG batch => must have the form key=value
-config show: CONFIG batch 64 => must have the form key=value, such as batch=64.
+config show: CONFIG batch 64 => must have the form key=value without spaces, such as batch=64.
 config show: file => file:1: This is not valid YAML
 config check: nowhere.yaml => nowhere.yaml: Cannot read the configuration
 config check: bytes => is not valid UTF-8
@@ -400,6 +400,28 @@ def test_a_command_of_a_group_is_the_nearest_to_its_name_alone(words: list[str],
     """The answer to `check` is not `checkpoint`, which only looks similar."""
     outcome = CliRunner().invoke(cli, words)
     assert f'There is no command "{words[-1]}"; the nearest is {commands}.' in outcome.stderr
+
+
+@pytest.mark.parametrize("words", ["config show FILE", "submit FILE --site local --dry-run"])
+def test_an_interrupted_command_ends_with_one_sentence(words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """click's own answer is the single word Aborted!, with the exit code of a defect."""
+
+    def interrupted(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("hpctrain.config.load.load", interrupted)
+    outcome = CliRunner().invoke(cli, words.split())
+    assert (outcome.stderr, outcome.exit_code) == ("hpctrain: Interrupted by Ctrl-C.\n", 130)
+
+
+def test_an_unknown_command_is_answered_in_lines_that_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The names of all commands made one line of 280 columns; and `help` had no answer."""
+    monkeypatch.setenv("COLUMNS", "80")
+    outcome = CliRunner().invoke(cli, ["tarin"])
+    assert '"train"' in outcome.stderr
+    assert max(map(len, outcome.stderr.splitlines())) <= 87  # with "Error: "
+    outcome = CliRunner().invoke(cli, ["help", "data", "info"], prog_name="hpctrain")
+    assert 'There is no command "help"; use `hpctrain data info --help`.' in outcome.stderr
 
 
 def test_an_option_without_its_value_is_answered_by_the_legal_values() -> None:

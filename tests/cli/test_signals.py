@@ -16,7 +16,7 @@ from tests.support.here import run_here
 from tests.support.jobs import Outcome
 from tests.support.kills import WRITERS, moments, run_writer
 from tests.support.signal_storm import QUIET, Setting, Tally, final_tensors, prepare, quiet_storm, same_bits
-from tests.support.tiny_runs import Start, whole_lines
+from tests.support.tiny_runs import Start
 
 pytestmark = pytest.mark.slow
 
@@ -172,7 +172,7 @@ def test_a_stopped_run_says_so_and_goes_on_bit_by_bit(
         assert f"stopped by {where} after step {min(step + 2, 10)}, in epoch {1 + step // 5} of 2" in outcome.stdout
         run = _run(folder)
         assert f"checkpoint runs/{run.path.name}/checkpoints/checkpoint-{min(step + 2, 10):08d}.h5" in outcome.stdout
-        assert f"--resume runs/{run.path.name} (exit code 85)" in whole_lines(outcome.stdout)
+        assert f"continue with the same command and --resume runs/{run.path.name}\nexit code 85\n" in outcome.stdout
         assert "Traceback" not in outcome.output
         # The accuracy of an earlier epoch is never reported as if it were the result.
         accuracies = [line for line in outcome.stdout.splitlines() if line.startswith("test accuracy ")]

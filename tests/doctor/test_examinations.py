@@ -261,7 +261,7 @@ def _printed(outcome: Examination, patch: pytest.MonkeyPatch, *, strict: bool = 
     ("severities", "strict", "sentence"),
     [
         ([Severity.OK], False, "A training would run well here."),
-        ([Severity.REMARK], True, "A training would run well here."),
+        ([Severity.REMARK], True, "A training would run here: 1 remark."),
         ([Severity.WARNING], False, "A training would run here: no faults and 1 warning."),
         ([Severity.WARNING] * 2, True, "Warnings count here: no faults and 2 warnings."),
         ([Severity.FAULT, Severity.WARNING], False, "A training would not run well here: 1 fault and 1 warning."),

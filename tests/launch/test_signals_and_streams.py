@@ -78,7 +78,10 @@ def test_a_stop_is_remembered_and_said_once(number: Signals) -> None:
         """
     )
     assert (outcome.code, outcome.stdout) == (0, f"{number.name}\n"), outcome.output
-    assert outcome.stderr.count(f"hpctrain: {number.name} received: the run ends after this step with a checkpoint") == 1
+    assert (
+        outcome.stderr.count(f"hpctrain: {number.name} received: the run ends with a checkpoint as soon as a step is complete")
+        == 1
+    )
 
 
 _PLACE = "def the_place(): send(signal.SIGUSR2); time.sleep(0.5)\nthe_place()\n"

@@ -246,7 +246,7 @@ def test_only_a_run_of_ten_seconds_judges_its_prediction(steps: int, judged: boo
     """A shorter run explains no error, which other programs may cause. An explained error has its direction."""
     choice = SimpleNamespace(prediction=PredictedStep(0.3, 0.2, 1.0, "two nodes", "abc"))
     heard = _heard("xc40", choice, steps=replace(MEASURED, steps=steps))
-    assert any(line.startswith("  the prediction is 40% too low: ") for line in heard.lines) == judged
+    assert any(line.startswith("  steps took 1.7 times as long as predicted: ") for line in heard.lines) == judged
     assert heard.lines[0].endswith("; predicted 300")
     ((_, values),) = heard.records
     assert values["prediction_note"]

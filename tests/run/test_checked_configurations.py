@@ -624,6 +624,15 @@ def test_an_override_of_a_name_alone_is_answered_by_one_of_the_section(override:
     assert "keeps" not in faults(text, override, replacement, f"{replacement.partition('=')[0]}.{option}=3")[0]
 
 
+def test_the_advice_of_an_override_is_printed_once() -> None:
+    """It was repeated, word for word, for each option of the file that the new name lacks."""
+    with pytest.raises(ConfigError) as caught:
+        check_names(*load(CONFIGS / "quickstart.yaml", ["optimizer.name=adam"], refusal))
+    first, second = str(caught.value).splitlines()
+    assert "keeps the other keys of the section" in first
+    assert second.endswith('has no option "nesterov"; the line above leaves it out, too.')
+
+
 _NEEDED = [(kind, name) for kind in KINDS for name in names(kind) if any(option.needed for option in choice(kind, name).options)]
 
 

@@ -126,9 +126,9 @@ def test_a_wrong_prediction_is_marked_and_explained(tmp_path: Path) -> None:
     run = write_run(tmp_path, events=[{"kind": "steps", "time": 31.0, "step": 30, **times}])
     figures = [summary(read_runs([path])[0]) for path in (write_run(tmp_path).path, run.path)]
     assert dict(summary_texts(figures))["predicted step"] == [UNKNOWN, "20 ms (off)"]
-    assert prediction_sentences(figures) == [(1, "the prediction is 60% too low: cores were lost")]
+    assert prediction_sentences(figures) == [(1, "steps took 2.5 times as long as predicted: cores were lost")]
     printed = list(comparison_lines(compared([write_run(tmp_path).path, run.path])))
-    assert "2: the prediction is 60% too low: cores were lost" in printed
+    assert "2: steps took 2.5 times as long as predicted: cores were lost" in printed
 
 
 @pytest.mark.parametrize(("device", "of_gpus"), [({}, []), ({"device_bytes": 7_400_000_000}, [("GPU memory", ["7.4 GB"])])])
