@@ -194,7 +194,7 @@ def user_errors_end_in_sentences(
         if not sentences:
             raise
         failed(
-            " ".join(line for line in sentences if not _is_frame(line)), error.ranks if isinstance(error, HpctrainError) else ()
+            " ".join(line for line in sentences if not _continues(line)), error.ranks if isinstance(error, HpctrainError) else ()
         )
         if rank is not None:
             log.tee(traceback.format_exc(), logging.DEBUG)
@@ -267,9 +267,9 @@ def _silent_seconds(error: Exception, rank: int) -> float:
 def _say(sentence: str, rank: Callable[[], int] | None) -> None:
     """Print one line, in red on a terminal. It begins with the rank and its host unless it is the first rank.
 
-    Frames of user code are printed as they are.
+    Lines that continue a sentence, such as frames of user code, are printed as they are.
     """
-    if _is_frame(sentence):
+    if _continues(sentence):
         click.echo(escaped(sentence), err=True)
         return
     place = place_of(rank()) if rank is not None and rank() else ""
@@ -277,8 +277,8 @@ def _say(sentence: str, rank: Callable[[], int] | None) -> None:
     click.echo(click.style(line, fg="red") if colours(2, os.environ) else line, err=True)
 
 
-def _is_frame(line: str) -> bool:
-    """Return whether a line of a message is from a frame of user code (see `user_code.fault`)."""
+def _continues(line: str) -> bool:
+    """Return whether a line of a message continues the sentence above it, such as a frame of user code (`user_code.fault`)."""
     return line.startswith("  ")
 
 

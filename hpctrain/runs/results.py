@@ -315,7 +315,8 @@ def prediction_head(measured_seconds: float | None, predicted_seconds: float | N
     """Return the beginning of a sentence on a wrong or missing prediction of the time of a step."""
     if not measured_seconds or not predicted_seconds:
         return "no prediction"
-    return f"steps took {measured_seconds / predicted_seconds:.2g} times as long as predicted"
+    ratio = measured_seconds / predicted_seconds
+    return f"steps took {f'{ratio:.2g}' if ratio < 99.5 else f'{ratio:,.0f}'} times as long as predicted"
 
 
 def prediction_sentences(summaries: Sequence[Summary]) -> list[tuple[int, str]]:

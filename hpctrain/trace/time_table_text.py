@@ -126,11 +126,14 @@ def _aligned(cells: Sequence[Sequence[str]], width: int | None) -> list[str]:
 
 
 def _folded(text: str, width: int | None) -> list[str]:
-    """Return the lines of a text, broken at blanks, else after dots. Lines after the first are two columns shorter (indent)."""
+    """Return the lines of a text, broken at blanks and after dots, but not within numbers.
+
+    Lines after the first are two columns shorter, because they are indented.
+    """
     if width is None or len(text) <= width:
         return [text]
     lines = [""]
-    for piece in re.findall(r"[^. ]*[. ]*", text):
+    for piece in re.findall(r"(?:[^. ]|\.(?=\d))*[. ]*", text):
         room = width if len(lines) == 1 else width - 2
         if lines[-1] and len(f"{lines[-1]}{piece}".rstrip()) > room:
             lines.append("")

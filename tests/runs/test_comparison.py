@@ -31,6 +31,7 @@ from hpctrain.runs.results import (
     TRAINING,
     UNKNOWN,
     panels,
+    prediction_head,
     prediction_sentences,
     read_runs,
     summary,
@@ -129,6 +130,7 @@ def test_a_wrong_prediction_is_marked_and_explained(tmp_path: Path) -> None:
     assert prediction_sentences(figures) == [(1, "steps took 2.5 times as long as predicted: cores were lost")]
     printed = list(comparison_lines(compared([write_run(tmp_path).path, run.path])))
     assert "2: steps took 2.5 times as long as predicted: cores were lost" in printed
+    assert prediction_head(150.4, 1.0) == "steps took 150 times as long as predicted", "not 1.5e+02"
 
 
 @pytest.mark.parametrize(("device", "of_gpus"), [({}, []), ({"device_bytes": 7_400_000_000}, [("GPU memory", ["7.4 GB"])])])

@@ -9,7 +9,7 @@ import pytest
 
 from hpctrain.trace import time_table
 from hpctrain.trace.time_table import Late, Postings, Row, RowNames, TimeTable, latest, merge, tabulate
-from hpctrain.trace.time_table_text import is_sum, lines
+from hpctrain.trace.time_table_text import _folded, is_sum, lines
 from hpctrain.trace.tracer import Category
 from tests.support.recorded import MS, Script, record_step, recorded_table
 
@@ -260,3 +260,10 @@ def test_all_rows_are_shown_where_they_are_wanted() -> None:
     said = lines(_deep(200), 0.0, 1, most=None)
     assert sum(line.startswith("stage1.block") for line in said) == 200
     assert not any(map(is_sum, said))
+
+
+def test_folded_lines_do_not_break_within_numbers() -> None:
+    """Would find a line that ends with the "12." of 12.34 ms, because names of layers are broken after dots."""
+    text = "compute 12.34 ms, exposed 5.678 ms in stage1.0.conv1.weight"
+    for width in range(16, len(text)):
+        assert {"12.34", "5.678"} <= set(re.findall(r"[\d.]+", "\n".join(_folded(text, width))))
