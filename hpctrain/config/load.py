@@ -258,7 +258,7 @@ def _of_directory(path: Path) -> str:
         )
     names = sorted(file.name for suffix in ("yaml", "yml") for file in path.glob(f"*.{suffix}"))
     near = "quickstart.yaml" if "quickstart.yaml" in names else names[0] if names else None
-    advice = "give the path of a YAML file" if near is None else f"write a file of it, such as {path / near}"
+    advice = "give the path of a YAML file" if near is None else f"name one of its files, such as {path / near}"
     return f"{path} is a directory, but a configuration must be a YAML file; {advice}."
 
 

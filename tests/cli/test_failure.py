@@ -44,7 +44,7 @@ train: CONFIG data.train=goud.h5 => There is no data file goud.h5; the nearest f
 train: CONFIG data.train=nowhere/good.h5 => There is no data file nowhere/good.h5
 train: run => run is the directory of a run, but a configuration must be a YAML file; write run/config.yaml, with --checkpoint run
 eval: run => run is the directory of a run, but a configuration must be a YAML file; write run/config.yaml, with --checkpoint run
-config check: CONFIGS => /configs is a directory, but a configuration must be a YAML file; write a file of it, such as
+config check: CONFIGS => /configs is a directory, but a configuration must be a YAML file; name one of its files, such as
 config check: . => . is a directory, but a configuration must be a YAML file; give the path of a YAML file.
 submit: CONFIGS --site local => configs/quickstart.yaml.
 script: . => . is a directory, but a program must be a Python file

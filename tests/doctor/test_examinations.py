@@ -15,7 +15,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpctrain.core.errors import ConfigError
-from hpctrain.core.text import place
 from hpctrain.doctor import files, job, nodes, ranks, report, run
 from hpctrain.doctor.check import (
     Check,
@@ -321,7 +320,7 @@ def test_an_end_after_the_report_leaves_the_report_alone(rank_of: Callable[..., 
     assert rank_of(0).explain(RankEnd(None, "", Progression("ending MPI", {}, concluded=True))) == 2
     printed = capsys.readouterr()
     assert printed.out == ""
-    assert printed.err == f"hpctrain: {place(0)}After its report, the doctor did not end while ending MPI.\n"
+    assert printed.err == "hpctrain: After its report, the doctor did not end while ending MPI.\n"
 
 
 def test_a_fault_of_the_configuration_is_kept_until_all_ranks_can_say_it(rank_of: Callable[..., DoctorRank]) -> None:
