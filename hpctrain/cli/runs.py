@@ -81,7 +81,7 @@ def _latest_start() -> Path:
     from hpctrain.runs.directory import flight_directory, runs
 
     newest = next((run.path for run in runs(RUNS, None) if run.flight_records().is_dir()), None)
-    start, named = latest(os.environ), bool(os.environ.get(RECORDS))
+    start, named = latest(os.environ, ended=newest is not None), bool(os.environ.get(RECORDS))
     if newest is None or (start is not None and (named or _changed(start) > _changed(flight_directory(newest)))):
         newest = start
     if newest is None:

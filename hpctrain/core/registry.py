@@ -478,7 +478,9 @@ def _wrong_type(name: str, value: Any, expected: Any, default: Any, legal: str |
         legal: legal value for the message, used if no value is near.
         owner: words after the name, such as " of Conv2d".
     """
-    name, value, expected = _wrong_item(name, value, expected)
+    parameter, (name, value, expected) = name, _wrong_item(name, value, expected)
+    if name != parameter:  # the default and the legal value are of the whole parameter
+        default, legal = inspect.Parameter.empty, None
     near, kind = _nearest_value(value, expected), _members(expected)[0]
     origin = get_origin(kind) or kind
     if near is not None:
@@ -498,7 +500,7 @@ def _wrong_type(name: str, value: Any, expected: Any, default: Any, legal: str |
 
 
 def _wrong_item(name: str, value: Any, expected: Any) -> tuple[str, Any, Any]:
-    """Return (name, value, expected type) of the first wrong value in a mapping or list of objects.
+    """Return (name, value, expected type) of the first wrong value in a mapping, or in a list of objects.
 
     Returns the arguments unchanged if there is no such value.
     """
@@ -511,7 +513,7 @@ def _wrong_item(name: str, value: Any, expected: Any) -> tuple[str, Any, Any]:
         else:
             continue
         fits = _test(kind)
-        if inspect.isclass(kind) and kind not in _TYPE_WORDS:
+        if origin is Mapping or (inspect.isclass(kind) and kind not in _TYPE_WORDS):
             wrong = ((f"{name}[{key!r}]", item, kind) for key, item in items if not fits(item))
             return next(wrong, (name, value, expected))
     return name, value, expected

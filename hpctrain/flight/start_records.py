@@ -95,11 +95,16 @@ def taken() -> FlightRecorder:
     return _TO_TAKE.pop() if _TO_TAKE else FlightRecorder()
 
 
-def latest(environ: Mapping[str, str]) -> Path | None:
-    """Return the directory of this user's latest start that left records on this machine; None if there is none."""
+def latest(environ: Mapping[str, str], *, ended: bool = False) -> Path | None:
+    """Return the directory of this user's latest start that left records on this machine; None if there is none.
+
+    Args:
+        ended: leave out starts whose launcher is alive.
+    """
     if environ.get(RECORDS):
         return Path(environ[RECORDS])
-    return next(iter(_starts(_user_directory(environ))), None)
+    starts = _starts(_user_directory(environ))
+    return next((start for start in starts if not (ended and _is_alive(start))), None)
 
 
 def _user_directory(environ: Mapping[str, str]) -> Path:
@@ -124,10 +129,15 @@ def _starts(own: Path) -> list[Path]:
 def _prune(new: Path) -> None:
     """Remove the records of all starts except the latest ones and those whose launcher is alive."""
     for directory in _starts(new.parent)[KEPT:] if new.name.startswith(_START) else ():
-        number, _, begun = directory.name.removeprefix(_START).partition("-")
-        status = status_of(int(number)) if number.isdecimal() else None
-        if status is None or str(status.begun) != begun:
+        if not _is_alive(directory):
             with contextlib.suppress(OSError):
                 for path in directory.glob("rank-*"):
                     path.unlink()
                 directory.rmdir()
+
+
+def _is_alive(start: Path) -> bool:
+    """Return whether the launcher of a start is alive."""
+    number, _, begun = start.name.removeprefix(_START).partition("-")
+    status = status_of(int(number)) if number.isdecimal() else None
+    return status is not None and str(status.begun) == begun

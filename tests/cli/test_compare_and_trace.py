@@ -38,6 +38,7 @@ def test_two_runs_are_compared_on_80_columns(tmp_path: Path) -> None:
 def test_commands_that_read_a_run_take_the_newest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Would find a command that requires a run, or whose default is another run."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TMPDIR", str(tmp_path))  # other processes start and end meanwhile
     runs = [write_run(tmp_path / "runs") for _ in range(3)]
     older, old, new = (run.path.name for run in runs)
     file = write_checkpoint(runs[2], 5, a=[1.0])

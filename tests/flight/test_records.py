@@ -473,6 +473,17 @@ def test_the_latest_starts_stay_and_those_that_live(tmp_path: Path) -> None:
     assert len(left) == KEPT + 1
 
 
+def test_a_start_whose_launcher_is_alive_is_the_latest_only_if_it_is_wanted(tmp_path: Path) -> None:
+    """Would find an autopsy of another job that still runs."""
+    environ, own = {"TMPDIR": str(tmp_path)}, tmp_path / f"hpctrain-{os.getuid()}"
+    ended, alive = own / f"start-{2**22 + 1}-1", own / f"start-{os.getpid()}-{start_records.status_of(os.getpid()).begun}"
+    for directory in (ended, alive):
+        start_records.begin(directory / file_name(0), Launcher("none"))
+    os.utime(alive, (1e9, 1e9))  # its time of change becomes the newest
+    assert latest(environ) == alive
+    assert latest(environ, ended=True) == ended
+
+
 def test_a_directory_that_others_may_write_to_is_not_used(tmp_path: Path) -> None:
     """The record is kept in memory instead."""
     (tmp_path / "theirs").mkdir()

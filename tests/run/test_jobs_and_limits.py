@@ -85,7 +85,7 @@ def test_answers_that_there_are_not_are_refused(given: dict[str, Any], sentence:
     ("mixing", "sentence"),
     [
         ({"mixupp": 1.0}, 'The mixing of images has no option "mixupp"; the nearest is "mixup"'),
-        ({"mixup": "much"}, 'Option "mixup" of the mixing of images is "much", but must be a number'),
+        ({"mixup": "much"}, r"mixing\['mixup'\] is 'much', but must be a number; use 0.1, for example"),
         ({"cutmix": 5.0}, "mixing.cutmix 5.0 is outside"),
         ({"mixup": 1.0, "seed": 3}, 'Option "seed" of the mixing of images is set by the program'),
     ],
