@@ -51,19 +51,18 @@ def check(file: Path, overrides: tuple[str, ...]) -> None:
 
     Checks the keys, types, ranges, names and options of FILE with OVERRIDES such as optimizer.lr=0.2. Each fault is one line on
     standard error; the exit code is then 2. If the training file exists, the command prints the number of training images and
-    the steps per epoch, and builds the network for the sizes of the images; otherwise it prints what it has not checked. If the
-    configuration needs a GPU, or a processor that multiplies bfloat16, and this machine lacks it, the command only warns: the
-    training may run on another machine.
+    the steps per epoch, builds the network for the sizes of the images, and checks that the other data files and the tensors of
+    init.weights fit. It prints what it has not checked. If the configuration needs a GPU, or a processor that multiplies
+    bfloat16, and this machine lacks it, the command only warns: the training may run on another machine.
     """
     from hpctrain.config.checks import check_names
-    from hpctrain.config.images import check_network, data_line, single_values_of, stored_training_images
+    from hpctrain.config.images import check_files, data_line, single_values_of
     from hpctrain.config.schema import SYNTHETIC
+    from hpctrain.storage.weights_file import SAFETENSORS
 
     loaded, source = load_config(file, overrides)
     check_names(loaded, source)
-    images = stored_training_images(loaded)
-    if images is not None:
-        check_network(loaded, images)
+    images = check_files(loaded)
     single = single_values_of(loaded)
     single.check()
     if single.warning is not None:
@@ -89,6 +88,13 @@ def check(file: Path, overrides: tuple[str, ...]) -> None:
     for split, path in loaded.data.files.items():
         if split != "train" and path != SYNTHETIC and not Path(path).exists():
             echo_wrapped(f"  not checked: the {split} data, as there is no {path} yet{nearest_file(Path(path))}")
+    weights = None if loaded.init.weights is None else Path(loaded.init.weights)
+    if weights is not None and not weights.exists():
+        echo_wrapped(f"  not checked: the initial weights, as there is no {weights} yet{nearest_file(weights)}")
+    elif weights is not None and weights.suffix.lower() != SAFETENSORS:
+        echo_wrapped(f"  not checked: the initial weights, as {weights} has no header; only .safetensors files have one")
+    elif weights is not None and images is None:
+        echo_wrapped("  not checked: the initial weights, as the number of classes follows from the data")
 
 
 @config.command(name="list")

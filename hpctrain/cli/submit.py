@@ -106,6 +106,7 @@ def submit(
     its log. Running the same command again resumes the newest run of that name from its newest checkpoint.
     """
     from hpctrain.config.checks import check_names
+    from hpctrain.config.images import check_files
     from hpctrain.config.schema import SYNTHETIC
     from hpctrain.runs.directory import latest
     from hpctrain.runs.owner import living_owner
@@ -115,6 +116,7 @@ def submit(
 
     config, source = load_config(file, overrides)
     check_names(config, source)
+    check_files(config)
     site = profile.read_site(site_name)
     request = JobRequest(
         nodes, ranks_per_node, cores_per_rank, limit, account, queue, hostfile, stage, restarts, doctor=not no_doctor
@@ -123,7 +125,9 @@ def submit(
     files = job_files(site, config.name, Path(config.output), (str(file), *overrides))
     job = plan_job(site, request, files, own_limit=config.max_time is not None)
     script = render(site, job)
-    for note in submission_notes(site, [Path(path) for path in config.data.files.values() if path != SYNTHETIC]):
+    weights = [] if config.init.weights is None else [config.init.weights]
+    files_read = [Path(path) for path in (*config.data.files.values(), *weights) if path != SYNTHETIC]
+    for note in submission_notes(site, files_read):
         echo(f"note: {note}", err=True)
     if dry_run:
         echo_block(script)

@@ -29,9 +29,11 @@ from hpctrain.data.image_file import DataFacts, ImageFile, ImageForm, Split, nor
 from hpctrain.data.pipeline import ImageSizes, Pipeline, first_fault
 from hpctrain.data.sampler import ValidationSplit, counts, hold_out
 from hpctrain.models import catalogue
+from hpctrain.models.state_dict import check_file_fits, declared_state
 from hpctrain.nn.layers import lowered
 from hpctrain.nn.network import ImageShape, Network, frozen_layers, with_frozen
 from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
+from hpctrain.storage import weights_file
 
 
 def image_sizes(config: Config) -> ImageSizes | None:
@@ -381,14 +383,38 @@ def stored_training_images(config: Config) -> Images | None:
     return None
 
 
-def check_network(config: Config, images: Images) -> None:
-    """Raise unless the network of the configuration can be built for training images of all sizes.
+def check_files(config: Config) -> Images | None:
+    """Raise unless existing data files, the network and the file of initial weights fit each other. Reads headers only.
+
+    Return the training images; None if their file is missing or faulty. Other missing or faulty data files, a missing file of
+    weights, and the tensors of a PyTorch file, which has no header, are not checked.
 
     Raises:
-        HpctrainError: a layer does not fit the images; the message is that of a training.
+        HpctrainError: evaluation images, a layer or a tensor does not fit; the message is that of a training.
     """
-    for shape in sorted(set(images.shapes(config.epochs))):
-        _graph(config, len(images.file.class_names), shape)
+    images = stored_training_images(config)
+    if images is None:
+        return None
+    shapes, classes = images.shapes(config.epochs), len(images.file.class_names)
+    data = DataFacts.of(images.file)
+    for split in config.data.evaluated_splits:
+        opened: dict[Split, ImageFile] = {"train": images.file}
+        if split in config.data.files:
+            with suppress(HpctrainError, OSError):  # reported elsewhere
+                opened[split] = open_images(config, split)
+            if split not in opened:
+                continue
+        evaluated = evaluation_images(config, opened, split, data, config.data.train)
+        if images.sizes is None:
+            check_shapes(shapes[0], evaluated.shape)
+    for shape in sorted(set(shapes)):
+        _graph(config, classes, shape)
+    weights = None if config.init.weights is None else Path(config.init.weights)
+    if weights is not None and weights.suffix.lower() == weights_file.SAFETENSORS and weights.is_file():
+        entries = declared_state(catalogue.build(config.model.name, model_options(config, classes, shapes[0])))
+        content = weights_file.read(weights, header=True)
+        check_file_fits(entries, content, weights, config.init.ignore, config.model.name)
+    return images
 
 
 def single_values_of(config: Config, ranks: int | None = None) -> SingleValues:

@@ -187,8 +187,8 @@ DATA = FindingKind(
 OTHER_DATA = FindingKind(
     "other-data",
     Severity.FAULT,
-    "Ranks have different data files or files of weights under the same path, which a training refuses.",
-    "Give all nodes the same files.",
+    "Data files or files of weights differ between ranks, or do not fit each other or the model, which a training refuses.",
+    "Give all nodes the same files, with the same classes and for this model.",
 )
 
 _SWITCH = "HDF5_USE_FILE_LOCKING"
@@ -280,7 +280,7 @@ def judge_hdf5(job: JobView, facts: Sequence[Hdf5Facts | None]) -> list[DoctorFi
 
 
 def gather_same(place: JoinedPlace) -> tuple[str, int]:
-    """Compare data files and weights between ranks. Collective.
+    """Compare data files and weights between ranks, and with each other and the model. Collective.
 
     Return (message of the error that a training would raise, "" if the ranks agree; number of compared files).
     """
@@ -288,7 +288,7 @@ def gather_same(place: JoinedPlace) -> tuple[str, int]:
     if config is None:
         return "", 0
     from hpctrain.comm.base import raise_on_all_ranks
-    from hpctrain.config.images import configured_splits
+    from hpctrain.config.images import check_files, configured_splits
     from hpctrain.job.same_start import compare
     from hpctrain.run.build import read_weights
     from hpctrain.run.images import open_alike
@@ -299,6 +299,7 @@ def gather_same(place: JoinedPlace) -> tuple[str, int]:
             weights = Path(config.init.weights)
             compare(world, raise_on_all_ranks(world, lambda: read_weights(world, weights)))
             files += 1
+        raise_on_all_ranks(world, lambda: check_files(config))
     except HpctrainError as error:
         return str(error), 0
     return "", files
@@ -315,7 +316,12 @@ def judge_same(job: JobView, facts: Sequence[tuple[str, int]]) -> list[DoctorFin
 
 
 SAME = Check(
-    "data files", "that all ranks have the same data files and weights", (OTHER_DATA,), gather_same, judge_same, joined=True
+    "data files",
+    "that all ranks have the same data files and weights, and that these fit the model",
+    (OTHER_DATA,),
+    gather_same,
+    judge_same,
+    joined=True,
 )
 HDF5 = Check(
     "HDF5", "locks of HDF5 in the directory for runs, and the data files", (LOCKED, NO_LOCKS, DATA), gather_hdf5, judge_hdf5

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import chain, islice
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import DTypeLike
@@ -19,6 +20,7 @@ from hpctrain.core.text import nearest
 from hpctrain.nn.layers import Layer, join
 from hpctrain.nn.network import Network
 from hpctrain.nn.parameter import ParameterSpec
+from hpctrain.storage.weights_file import WeightsFile
 
 #: torch's batch counter next to the running statistics of each batch norm; hpctrain does not use it, and files may lack it
 COUNTER = "num_batches_tracked"
@@ -153,6 +155,24 @@ def check_fits(
         raise CheckpointError("\n".join(sentences))
     check_finite({name: given[name] for name in expected if name not in ignored}, source)
     return ignored
+
+
+#: advice on names to ignore, for configurations
+INIT_HINT = "set init.ignore to {patterns}"
+
+
+def check_file_fits(
+    entries: Mapping[str, StateEntry], content: WeightsFile, path: Path, ignore: Sequence[str], model: str, hint: str = INIT_HINT
+) -> frozenset[str]:
+    """Raise unless the tensors of a file of initial weights fit a model, and return the ignored names; see `check_fits`.
+
+    Args:
+        content: content of the file at `path`.
+        hint: advice on how to ignore names, for messages; the list of patterns replaces {patterns}.
+    """
+    advice = f"To draw a layer from the seed instead, as for another number of classes, {hint}."
+    named = content.metadata.get("model")
+    return check_fits(entries, content.tensors, source=str(path), model=model, ignore=ignore, named=named, hint=advice)
 
 
 def check_finite(state: Mapping[str, np.ndarray], source: str, dtype: DTypeLike | None = None) -> None:

@@ -40,7 +40,7 @@ from hpctrain.job.automatic_choice import Resolved
 from hpctrain.job.same_start import Subject, compare
 from hpctrain.job.session import Session, StartedJob
 from hpctrain.models import catalogue
-from hpctrain.models.state_dict import StateEntry, check_finite, check_fits, declared_state
+from hpctrain.models.state_dict import INIT_HINT, StateEntry, check_file_fits, check_finite, declared_state
 from hpctrain.nn.layers import Layer, join
 from hpctrain.nn.network import Network
 from hpctrain.nn.whitening import whitened_convolution, whitening_filters
@@ -104,9 +104,6 @@ def keep_choice(resolved: Resolved, directory: RunDirectory) -> None:
         machine_file.write(directory.machine_path, resolved.machine)
 
 
-_HINT = "set init.ignore to {patterns}"
-
-
 def start_from_weights(session: Session, setup: TrainingSetup) -> None:
     """Write whitening filters and the configured weights, if any, into the replica before ranks agree on averaging. Collective.
 
@@ -159,7 +156,7 @@ def _spaced_images(loader: Loader, scale: np.ndarray) -> Iterator[np.ndarray]:
 
 
 def put_weights(
-    world: Communicator, replica: Replica, path: Path, ignore: Sequence[str], model: str, *, hint: str = _HINT
+    world: Communicator, replica: Replica, path: Path, ignore: Sequence[str], model: str, *, hint: str = INIT_HINT
 ) -> None:
     """Write the weights of a file into a replica. Collective.
 
@@ -177,13 +174,10 @@ def put_weights(
     compare(world, raise_on_all_ranks(world, lambda: read_weights(world, path)))
     entries = declared_state(network.model)
 
-    advice = f"To draw a layer from the seed instead, as for another number of classes, {hint}."
-
     def fitting() -> dict[str, np.ndarray]:
         content = weights_file.read(path)
-        tensors, named = content.tensors, content.metadata.get("model")
-        ignored = check_fits(entries, tensors, source=str(path), model=model, ignore=ignore, named=named, hint=advice)
-        fitting_tensors = {name: tensors[name] for name in entries if name not in ignored}
+        ignored = check_file_fits(entries, content, path, ignore, model, hint)
+        fitting_tensors = {name: content.tensors[name] for name in entries if name not in ignored}
         check_finite(fitting_tensors, str(path), network.parameter_dtype)
         return fitting_tensors
 

@@ -325,13 +325,13 @@ _COMMENT_AT = 32
 _COLUMNS = 130
 
 
-def submission_notes(site: Site, data_files: Sequence[Path]) -> Iterator[str]:
+def submission_notes(site: Site, files: Sequence[Path]) -> Iterator[str]:
     """Yield a note for each reason why a job may fail after it has waited in the queue.
 
     Args:
-        data_files: files and directories that the training opens.
+        files: files and directories that the training opens.
     """
-    for path in data_files:
+    for path in files:
         if not path.exists():
             advice = nearest_file(path) or "; the job fails unless it exists on the nodes when it starts"
             yield f"{path} does not exist on this host{advice}."

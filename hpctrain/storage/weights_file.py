@@ -48,11 +48,15 @@ class WeightsFile:
     metadata: Mapping[str, str] = field(default_factory=dict)
 
 
-def read(path: Path) -> WeightsFile:
+def read(path: Path, *, header: bool = False) -> WeightsFile:
     """Read all tensors of a weight file. Tensors of 16 bits are returned in float32, which represents them exactly.
 
     Removes the name parts that PyTorch's wrappers of models and layers insert, at any depth, and returns the linear layers of
     timm's VGGs under torchvision's names. Names in files written by `ModelWeights` are not changed.
+
+    Args:
+        header: whether to read only the header of a safetensors file; the tensors then have their shapes and dtypes, but are zero
+            and take no memory.
 
     Raises:
         CheckpointError: the file is missing, damaged, or of another kind; PyTorch is needed but not installed; or two names are
@@ -61,7 +65,7 @@ def read(path: Path) -> WeightsFile:
     suffix = check_suffix(path, SUFFIXES)
     if not path.is_file():
         raise CheckpointError(f"There is no weight file {path}; give a path that ends in {_listed(SUFFIXES)}.")
-    content = _read_safetensors(path) if suffix == SAFETENSORS else _read_torch(path)
+    content = _read_safetensors(path, header) if suffix == SAFETENSORS else _read_torch(path)
     tensors = content.tensors if "model" in content.metadata else _with_linear_layers(_unwrapped(content.tensors, path))
     wide = {name: array.astype(np.float32) if array.dtype == np.float16 else array for name, array in tensors.items()}
     return WeightsFile(wide, content.metadata)
@@ -115,11 +119,13 @@ def check_suffix(path: Path, known: tuple[str, ...]) -> str:
     return suffix
 
 
-def _read_safetensors(path: Path) -> WeightsFile:
+def _read_safetensors(path: Path, header: bool) -> WeightsFile:
     library = _safetensors(path)
     try:
         with library.safe_open(path, framework="np") as file:
             metadata = dict(file.metadata() or {})
+            if header:
+                return WeightsFile({name: _zeros(file.get_slice(name)) for name in file.keys()}, metadata)  # noqa: SIM118
             brain_floats = [name for name in file.keys() if file.get_slice(name).get_dtype() == "BF16"]  # noqa: SIM118
             tensors = {name: file.get_tensor(name) for name in file.keys() if name not in brain_floats}  # noqa: SIM118
         if brain_floats:  # NumPy lacks this dtype
@@ -129,6 +135,14 @@ def _read_safetensors(path: Path) -> WeightsFile:
         reason = " ".join(str(error).split()).rstrip(".")
         raise CheckpointError(f"Cannot read {path} as a safetensors file ({reason}); write or download it again.") from error
     return WeightsFile(tensors, metadata)
+
+
+def _zeros(tensor: Any) -> np.ndarray:
+    """Return a tensor of zeros that takes no memory, with the shape of a tensor in a file and the dtype in which it is read."""
+    kind = tensor.get_dtype()  # such as F32, BF16, I64, BOOL
+    names = {"BF16": "float32", "F16": "float32", "BOOL": "bool"}
+    name = names.get(kind) or {"F": "float", "I": "int", "U": "uint"}.get(kind[0], kind[0]) + kind[1:]
+    return np.broadcast_to(np.zeros((), np.dtype(name)), tensor.get_shape())
 
 
 def _from_bfloat16(raw: Mapping[str, Any]) -> np.ndarray:

@@ -11,7 +11,7 @@ from typing import get_args
 import numpy as np
 import pytest
 import yaml
-from click.testing import CliRunner
+from click.testing import CliRunner, Result
 
 from hpctrain.backend import choice
 from hpctrain.backend.choice import NAMES, PRECISIONS
@@ -22,8 +22,12 @@ from hpctrain.config.load import load
 from hpctrain.config.options import filled
 from hpctrain.config.schema import Config
 from hpctrain.data.writer import write_data_file
+from hpctrain.models import catalogue
+from hpctrain.models.state_dict import declared_state
 from hpctrain.parallel.parallel_plan import ParallelPlan
 from hpctrain.parallel.partition_graph import PartitionedGraph, partition_graph
+from hpctrain.storage import weights_file
+from hpctrain.storage.weights_file import WeightsFile
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
 
@@ -112,6 +116,45 @@ def test_check_builds_the_network_for_the_images(tmp_path: Path, monkeypatch: py
         result = CliRunner().invoke(cli, ["config", "check", str(path), *overrides])
         assert result.exit_code == code, result.output
     assert "Layer fc: linear expects inputs of shape (N, 64), not (1, 81); set its input features to 81." in result.stderr
+
+
+def test_check_compares_test_data_and_weights_with_training_data_and_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Test data of other classes and weights of another model passed the check, and only the training refused them."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "300")
+    for name, classes in (("train", 3), ("other", 4)):
+        pixels = np.zeros((4, 8, 8, 1), np.uint8)
+        names = [f"class {number}" for number in range(classes)]
+        write_data_file(tmp_path / f"{name}.h5", 4, (8, 8, 1), names, [(pixels, np.arange(4) % classes)])
+    for classes in (3, 4):
+        model = catalogue.build("small", {"channels": [2], "hidden": 3, "classes": classes, "channels_in": 1})
+        state = {name: np.ones(entry.shape, np.float16) for name, entry in declared_state(model).items()}
+        weights_file.write(tmp_path / f"of_{classes}.safetensors", WeightsFile(state))
+    path = next(path for path in CONFIGS if path.stem == "quickstart")
+    small = ["data.train=train.h5", "data.augment=[]", "model={name: small, channels: [2], hidden: 3}"]
+
+    def check(*overrides: str) -> Result:
+        return CliRunner().invoke(cli, ["config", "check", str(path), *small, *overrides])
+
+    for split in ("test", "validation"):
+        assert "other.h5 has other classes than train.h5: " in check("data.test=null", f"data.{split}=other.h5").stderr
+    fits = check("data.test=train.h5", "init.weights=of_3.safetensors")
+    assert fits.exit_code == 0, fits.output
+    assert "not checked" not in fits.output
+    other = ["data.test=null", "init.weights=of_4.safetensors"]
+    refused = check(*other)
+    assert refused.exit_code == 2
+    assert 'another number of classes, set init.ignore to ["' in refused.stderr
+    layer = refused.stderr.partition('to ["')[2].partition('"')[0]
+    assert check(*other, f"init.ignore=[{layer}]").exit_code == 0
+    assert "of_3.safetensors lacks conv1.weight, which the model resnet50 has" in check(
+        "data.test=null", "init.weights=of_3.safetensors", "model=resnet50"
+    ).stderr
+    missing = check("data.test=null", "init.weights=of_5.safetensors")
+    assert missing.exit_code == 0
+    assert "  not checked: the initial weights, as there is no of_5.safetensors yet; the nearest file is of_" in missing.stdout
 
 
 def test_float64_on_onednn_is_refused_with_a_sentence() -> None:

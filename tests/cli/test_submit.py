@@ -11,10 +11,12 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 
 from hpctrain.cli.main import cli
+from hpctrain.data.writer import write_data_file
 from tests.support import stand_ins
 from tests.support.jobs import clean_environment, find_mpiexec
 from tests.support.signal_storm import final_tensors, prepare, same_bits
@@ -71,6 +73,19 @@ def test_what_would_fail_after_the_queue_is_noted_before(folder: Path, monkeypat
         len(_submit(CONFIG, "--site", "perlmutter-cpu", "data.test=null", "--account", "m", "--dry-run").stderr.splitlines()) <= 1
     )
     assert _submit(CONFIG, "--site", "slurm", "data.train=synthetic", "data.test=null", "--dry-run").stderr.count("note:") == 1
+    weights = _submit(CONFIG, "--site", "slurm", "data.test=null", "init.weights=w.safetensors", "--dry-run").stderr
+    assert weights.startswith("note: w.safetensors does not exist on this host; the job fails unless it exists on the nodes")
+
+
+def test_data_that_do_not_fit_each_other_are_refused_before_the_queue(folder: Path) -> None:
+    """The job waited in the queue, and then ended at once."""
+    for split, names in (("train", ["a", "b"]), ("test", ["a", "b", "c"])):
+        content = [(np.zeros((2, 8, 8, 1), np.uint8), np.arange(2))]
+        write_data_file(folder / f"{split}.h5", 2, (8, 8, 1), names, content)
+    refused = _submit(CONFIG, "data.train=train.h5", "data.test=test.h5", "--site", "slurm")
+    assert refused.exit_code == 2
+    assert "test.h5 has other classes than train.h5" in refused.stderr
+    assert not stand_ins.calls(folder)
 
 
 def test_a_dry_run_prints_the_same_script_and_does_nothing(folder: Path) -> None:

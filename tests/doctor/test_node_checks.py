@@ -9,15 +9,18 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hpctrain.comm.base import SingleCommunicator
 from hpctrain.comm.link import Offset
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.config.load import load
 from hpctrain.core.errors import DataError
 from hpctrain.data.image_file import ImageFile
+from hpctrain.data.writer import write_data_file
 from hpctrain.doctor import files as file_checks
 from hpctrain.doctor import nodes as node_checks
 from hpctrain.doctor import ranks as rank_checks
@@ -315,6 +318,17 @@ def test_a_lock_that_cannot_be_had_is_distinguished_from_other_faults(folder: Pa
     with (folder / "train.h5").open("rb+") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         assert looked(folder).data == (), "hpctrain asks for no locks"
+
+
+def test_data_that_do_not_fit_each_other_are_a_fault(folder: Path) -> None:
+    """Equal files on all ranks passed, although every training with them is refused."""
+    content = [(np.zeros((2, 8, 8, 1), np.uint8), np.arange(2))]
+    write_data_file(folder / "other.h5", 2, (8, 8, 1), [f"other {number}" for number in range(11)], content)
+    own = OwnPlace(ALONE, load(folder / "tiny.yaml", [f"data.test={folder}/other.h5"])[0], folder / "runs")
+    place: Any = SimpleNamespace(own=own, world=SingleCommunicator())
+    (found,) = file_checks.judge_same(view(1), [file_checks.gather_same(place)])
+    assert found.key == "other-data"
+    assert f"other.h5 has other classes than {folder}/train.h5" in found.sentence
 
 
 def test_missing_and_damaged_files_have_their_own_sentence(folder: Path) -> None:
