@@ -149,9 +149,10 @@ def test_check_compares_test_data_and_weights_with_training_data_and_model(
     assert 'another number of classes, set init.ignore to ["' in refused.stderr
     layer = refused.stderr.partition('to ["')[2].partition('"')[0]
     assert check(*other, f"init.ignore=[{layer}]").exit_code == 0
-    assert "of_3.safetensors lacks conv1.weight, which the model resnet50 has" in check(
-        "data.test=null", "init.weights=of_3.safetensors", "model=resnet50"
-    ).stderr
+    assert (
+        "of_3.safetensors lacks conv1.weight, which the model resnet50 has"
+        in check("data.test=null", "init.weights=of_3.safetensors", "model=resnet50").stderr
+    )
     missing = check("data.test=null", "init.weights=of_5.safetensors")
     assert missing.exit_code == 0
     assert "  not checked: the initial weights, as there is no of_5.safetensors yet; the nearest file is of_" in missing.stdout
