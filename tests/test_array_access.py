@@ -24,8 +24,6 @@ ARRAYS = {"d_logits", "data", "grad", "input_grads", "logits", "output", "output
 WRITES = {"copyto", "place", "put", "put_along_axis", "putmask"}
 EXCEPTIONS = {
     "hpctrain/bench/data.py: out= of np.take",  # images on the host
-    "hpctrain/nn/custom.py: elements of target",
-    "hpctrain/nn/custom.py: elements of self.buffers.output",  # layers of NumPy, refused where arrays lie elsewhere
     "hpctrain/nn/parameter.py: out= of np.multiply",  # of what was fetched
     "hpctrain/planner/calibration.py: np.copyto of target",  # measures the host
     "hpctrain/planner/operator_work.py: out= of np.matmul",  # measures the host

@@ -7,6 +7,7 @@ layout, a reorder is inserted in between. Averaging, checkpoints and the gradien
 from __future__ import annotations
 
 import copy
+import inspect
 import math
 from abc import abstractmethod
 from collections.abc import Mapping
@@ -146,6 +147,7 @@ class ArrayOperator(Operator):
             ) from None
 
     def _place(self, method: str) -> str:
-        """Return the name and class of the layer, and the method with its file and line."""
-        code = getattr(type(self._layer), method).__code__
-        return f"Layer {self._name}: {type(self._layer).__name__}.{method} ({code.co_filename}, line {code.co_firstlineno})"
+        """Return the name and class of the layer, and the method with its file and line, if it is a function."""
+        code = getattr(inspect.unwrap(getattr(type(self._layer), method)), "__code__", None)  # a callable object has none
+        line = "" if code is None else f" ({code.co_filename}, line {code.co_firstlineno})"
+        return f"Layer {self._name}: {type(self._layer).__name__}.{method}{line}"

@@ -229,7 +229,7 @@ class _Request:
         """
         if self.in_program:
             return f"resume={str(directory)!r}{' and without steps' if all_steps else ''}"
-        return f"the same command{', but without --steps,' if all_steps else ''} and --resume {directory}"
+        return f"the same command{' and, instead of --steps,' if all_steps else ' and'} --resume {directory}"
 
 
 @dataclass(frozen=True)

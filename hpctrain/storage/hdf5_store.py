@@ -32,6 +32,7 @@ import numpy as np
 
 from hpctrain.core.errors import CheckpointError
 from hpctrain.core.intervals import Box, intersect, relative, shape_of, size_of, whole
+from hpctrain.storage.weights_file import SUFFIXES as WEIGHT_SUFFIXES
 from hpctrain.version import __version__
 
 #: bytes of a block that is read or written at once, and whose checksum is computed while it is in the cache
@@ -342,6 +343,8 @@ def _opened(path: Path) -> Iterator[h5py.File]:
     """Yield an open checkpoint file of this version."""
     if not path.is_file():
         raise CheckpointError(f"There is no checkpoint {path.absolute()}; give the path of an existing one.")
+    if path.suffix in WEIGHT_SUFFIXES and not h5py.is_hdf5(path):
+        raise CheckpointError(f"{path} has weights only, but must be a checkpoint; give a run directory, or a checkpoint of it.")
     # Many parallel file systems have no locks, and a finished checkpoint is never written again.
     with _damage_in(path), h5py.File(path, "r", locking=False) as file:
         _check_header(path, file)

@@ -60,6 +60,13 @@ def test_whole_ones_are_verified_and_damaged_ones_are_named(run: Path) -> None:
     assert "no other checkpoint is left to resume from" in _call("verify", str(damaged)).output
 
 
+def test_a_file_of_weights_is_not_called_damaged(tmp_path: Path) -> None:
+    """Would find advice to distrust a good file."""
+    file = tmp_path / "first.safetensors"
+    file.write_bytes((2).to_bytes(8, "little") + b"{}")
+    assert f"{file} has weights only, but must be a checkpoint; give a run" in _call("show", str(file)).output.replace("\n", " ")
+
+
 def test_position_and_tensors_are_shown(run: Path) -> None:
     text = _call("show", str(run)).output
     assert "checkpoint-00000003.h5" in text

@@ -135,7 +135,7 @@ def test_steps_end_in_words_and_a_short_run_records_its_first_step_and_its_last(
     run = newest_run(folder)
     assert "ended after step 3, in epoch 1 of 2, as requested by --steps\nno evaluation was made" in outcome.stdout
     assert f"\ncheckpoint runs/{run.path.name}/checkpoints/checkpoint-00000003.h5\n" in outcome.stdout
-    assert f"continue with the same command, but without --steps, and --resume runs/{run.path.name}\n" in whole_lines(
+    assert f"continue with the same command and, instead of --steps, --resume runs/{run.path.name}\n" in whole_lines(
         outcome.stdout
     )
     assert [step for step, _ in checkpoint.checkpoints(run.checkpoints)] == [3]
