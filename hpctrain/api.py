@@ -33,7 +33,7 @@ from hpctrain.cli.job_process import ConfiguredProcess, JobProcess
 from hpctrain.comm.base import Communicator, raise_on_all_ranks
 from hpctrain.comm.progress_mode import ProgressMode
 from hpctrain.config.checks import refusal
-from hpctrain.config.load import flow, from_mapping
+from hpctrain.config.load import from_mapping, keyword_overrides
 from hpctrain.config.schema import Config
 from hpctrain.core import log
 from hpctrain.core.errors import (
@@ -283,8 +283,10 @@ def train(
     def read() -> tuple[Config, Source]:
         check_counts(steps=(steps, 0))
         arguments = {"config": config, "resume": resume, "on_epoch": on_epoch}
-        check_types(train, arguments, config='"configs/quickstart.yaml", for example')
-        given = [f"{key}={flow(value)}" for key, value in overrides.items()]
+        check_types(
+            train, arguments, config='"configs/quickstart.yaml", for example', resume='"auto", "best" or the path of a run'
+        )
+        given = keyword_overrides(overrides)
         if isinstance(config, Mapping):
             loaded = from_mapping(config, given, refusal)
         else:

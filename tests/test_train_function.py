@@ -301,7 +301,15 @@ def test_a_path_with_overrides_and_a_number_of_steps(
     [
         ({"batsh": 3}, 'override "batsh=3": Unknown key "batsh"; the nearest known key is "batch"'),
         ({"optimizer.lr": -1}, "optimizer.lr is -1"),
-        ({"optimizer": {"lr": 0.1}}, 'The key "optimizer.name" is missing'),
+        (
+            {"optimizer": {"lr": 0.1}},
+            'The key "optimizer.name" is missing; to change only these keys, use **{"optimizer.lr": 0.1}.',
+        ),
+        (
+            {"optimizer_lr": 1},
+            'Unknown key "optimizer_lr"; the nearest known key is "optimizer.lr", as in **{"optimizer.lr": 1}.',
+        ),
+        ({"resume": True}, 'resume is True, but must be a path or None; use "auto", "best" or the path of a run.'),
         ({"model": object}, "A configuration has numbers, strings, lists and mappings, but a value is <class 'object'>"),
         ({"on_lost_rank": "shrink"}, "needs the command `hpctrain train`"),
         ({"threads": 1000}, "threads is 1000"),

@@ -125,10 +125,14 @@ def copy(names: tuple[str, ...], directory: Path) -> None:
     """
     from hpctrain.config import examples
 
-    for path, is_new in examples.copy(names, directory).items():
+    copies = examples.copy(names, directory)
+    for path in copies:
         echo(path)
-        if not is_new:
-            echo(f"{path} exists already and is unchanged", err=True)
+    unchanged = [path for path, is_new in copies.items() if not is_new]
+    if len(unchanged) == 1:
+        echo(f"{unchanged[0]} exists already and is unchanged", err=True)
+    elif unchanged:
+        echo(f"{len(unchanged)} of these files exist already and are unchanged", err=True)
 
 
 @config.command()

@@ -48,7 +48,7 @@ def autopsy(run: Path | None, as_json: bool) -> None:
     from hpctrain.flight.autopsy import autopsy as findings
 
     run = _latest_start() if run is None else run
-    from hpctrain.runs.directory import flight_directory
+    from hpctrain.runs.directory import RunDirectory, flight_directory, stored_checkpoints
 
     found = report.find_records(flight_directory(run))
     records, notes = found.records, found.notes()
@@ -58,6 +58,8 @@ def autopsy(run: Path | None, as_json: bool) -> None:
     width = shutil.get_terminal_size().columns
     for sentence in findings(records).sentences:
         echo_block(click.wrap_text(escaped(sentence), width))
+    if any(record.gone for record in records) and stored_checkpoints(RunDirectory(run).checkpoints):
+        echo_block(click.wrap_text("`hpctrain train FILE --resume auto` continues from the newest checkpoint.", width))
     echo()
     for line in _aligned(report.rank_table(records), width):
         echo(line)

@@ -17,7 +17,7 @@ from hpctrain.config.values import AUTO, Named, OpenSection
 from hpctrain.core import user_code
 from hpctrain.core.errors import ConfigError
 from hpctrain.core.files import TEXT_BYTES, read_text
-from hpctrain.core.text import MISSPELT, SYNONYMS, choices, escaped, nearest, rule, synonyms
+from hpctrain.core.text import MISSPELT, SYNONYMS, choices, escaped, nearest, rule, shortened, synonyms
 from hpctrain.core.yaml_source import KeyPath, Source, dotted, read_yaml
 
 
@@ -117,6 +117,30 @@ def nearest_sibling(path: KeyPath) -> str:
     return "" if near is None or near == path else f'; the nearest known key is "{dotted(near)}"'
 
 
+def keyword_overrides(overrides: Mapping[str, Any]) -> list[str]:
+    """Return keywords of `hpctrain.train` as overrides KEY=VALUE.
+
+    Raises:
+        ConfigError: a keyword means a key of a section, such as optimizer_lr, or is a mapping without the name of its section.
+            The message has the form with a dot, which Python's keywords cannot have.
+    """
+    for name, value in overrides.items():
+        section = section_at((name,))
+        meant = _meant((name,)) if name.isidentifier() and name not in Config.model_fields else None
+        if meant is not None and len(meant) > 1:
+            form = _as_keywords({dotted(meant): value})
+            raise ConfigError(f'Unknown key "{name}"; the nearest known key is "{dotted(meant)}", as in {form}.')
+        if isinstance(value, Mapping) and value and section is not None and issubclass(section, Named) and "name" not in value:
+            keys = {f"{name}.{key}": item for key, item in value.items()}
+            raise ConfigError(f'The key "{name}.name" is missing; to change only these keys, use {_as_keywords(keys)}.')
+    return [f"{key}={flow(value)}" for key, value in overrides.items()]
+
+
+def _as_keywords(keys: Mapping[str, Any]) -> str:
+    items = ", ".join(f'"{key}": {shortened(value)}' for key, value in keys.items())
+    return f"**{{{items}}}"
+
+
 def _fault(item: Mapping[str, Any]) -> tuple[KeyPath, str]:
     path: KeyPath = tuple(item["loc"])
     context = item.get("ctx", {})
@@ -172,7 +196,8 @@ def _meant(path: KeyPath, options: Collection[str] = ()) -> KeyPath | None:
 
     The result is the first of these that exists:
 
-    - for an unknown key of the top level, the key that a usual word such as batch_size means,
+    - for an unknown key of the top level, the key of a section with an underscore instead of the dot, as in optimizer_lr,
+    - the key that a usual word such as batch_size means there,
     - a very similar key of the same mapping, or the one that the word means there,
     - the key of another section that the word means,
     - a key of the same name in another section,
@@ -185,6 +210,10 @@ def _meant(path: KeyPath, options: Collection[str] = ()) -> KeyPath | None:
     if len(path) == 1 and "__" in name:  # keywords of Python cannot have dots
         parts = tuple(name.split("__"))
         return parts if parts in known_paths() or dotted(parts) in SYNONYMS else _meant(parts)
+    keys_with_dots = [key for key in (*map(dotted, known_paths()), *SYNONYMS) if "." in key]
+    flat = next((key for key in keys_with_dots if len(path) == 1 and key.replace(".", "_") == name), None)
+    if flat is not None:
+        return tuple(flat.split("."))
     keys = (*(section.model_fields if section is not None else ()), *options)
     here = [(*path[:-1], near) for near in (nearest(name, keys, MISSPELT), nearest(name, keys)) if near is not None]
     usual = [tuple(key.split(".")) for key in synonyms(name) if key.partition(".")[0] in Config.model_fields]

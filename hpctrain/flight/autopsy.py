@@ -253,6 +253,8 @@ def autopsy(records: Sequence[FlightRecord]) -> Autopsy:
     findings = difference or _failed(records)
     ahead: tuple[str, ...] = ()
     if findings is None:
+        findings = _gone(records)
+    if findings is None:
         findings, ahead = waited_for(records) or _silent(records) or _stuck(records), _ahead(records)
     sentences = [*findings.sentences, *ahead]
     if missing:
@@ -282,6 +284,25 @@ def _failed(records: Sequence[FlightRecord]) -> Autopsy | None:
         cause = f", because of {named(first.blamed)}" if first.blamed and first.blamed != tuple(sorted(failed)) else ""
         how = f"failed first{cause}: {first.sentence.rstrip('.')}"
     return Autopsy((f"{named(failed).capitalize()} {how} ({place(first)}).",), first.blamed or tuple(failed))
+
+
+def _gone(records: Sequence[FlightRecord]) -> Autopsy | None:
+    """Return the finding if all unfinished ranks ended at the same time without a record of their end; None otherwise.
+
+    If a rank had waited for seconds, the wait shows the cause.
+    """
+    gone = [record for record in records if record.end is not End.FINISHED]
+    latest = latest_seconds(records)
+    waited = [(record.last_ns - record.wait_since_ns) * 1e-9 for record in gone if record.wait]
+    together = bool(gone) and all(record.gone and not silent_seconds(record, latest) for record in gone)
+    if not together or max(waited, default=0) > _SILENT_SECONDS:
+        return None
+    ranks = tuple(record.rank for record in gone)
+    sentence = (
+        f"{named(ranks).capitalize()} ended without a record of {'its' if len(ranks) == 1 else 'their'} end, probably killed by "
+        f"SIGKILL, as by the kernel if memory runs out ({place(gone[0])})."
+    )
+    return Autopsy((sentence,), ranks if len(ranks) < len(records) else ())
 
 
 def _different_phase(records: Sequence[FlightRecord]) -> Autopsy | None:
@@ -500,7 +521,7 @@ def rank_table(records: Sequence[FlightRecord]) -> list[tuple[str, ...]]:
         waits = (record.wait, _seconds_text(record.last_ns - record.wait_since_ns)) if record.wait else ("", "")
         phase = record.phase or "start"
         since = _seconds_text(record.last_ns - (record.phase_since_ns or record.begun_ns))
-        rows.append((str(record.rank), record.host, _ENDS[record.end], str(record.step or ""), phase, since, *waits))
+        rows.append((str(record.rank), record.host, _end(record), str(record.step or ""), phase, since, *waits))
     return rows
 
 
@@ -525,7 +546,7 @@ def _state(record: FlightRecord) -> dict[str, object]:
         "rank": record.rank,
         "host": record.host,
         "process": record.process,
-        "end": _ENDS[record.end],
+        "end": _end(record),
         "sentence": record.sentence,
         "epoch": record.epoch,
         "step": record.step,
@@ -544,6 +565,10 @@ def _state(record: FlightRecord) -> dict[str, object]:
             for operation in unfinished
         ],
     }
+
+
+def _end(record: FlightRecord) -> str:
+    return "unrecorded" if record.gone else _ENDS[record.end]
 
 
 def _seconds_text(nanoseconds: int) -> str:

@@ -10,12 +10,13 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
+import platform
 import signal
 import stat
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from pathlib import Path
 
@@ -40,6 +41,8 @@ _LONGEST_NAME = 4000
 _MOST_RANKS = 1 << 20
 #: replaces names that do not fit into the table
 _NO_ROOM = "(name left out: the table is full)"
+# A process that this machine does not show may belong to another container, so its heartbeat must also be still for this long.
+_GONE_SECONDS = 3.0
 
 
 class Word(IntEnum):
@@ -213,6 +216,7 @@ class FlightRecord:
         operations: latest operations, in the order of queueing.
         wall_offset_ns: difference between the process's clock and the wall clock.
         phases: (number, name) of the latest collective phases, numbered from 1.
+        gone: whether the process has ended on this machine without a record of its end.
     """
 
     job: int
@@ -238,6 +242,7 @@ class FlightRecord:
     deadline_ns: int
     operations: tuple[RecordedOperation, ...]
     phases: tuple[tuple[int, str], ...] = ()
+    gone: bool = False
 
     @property
     def last_ns(self) -> int:
@@ -278,7 +283,7 @@ def read(path: Path, *, operations: bool = True) -> FlightRecord:
     def text(word: int) -> str:
         return names.get(word, "?")
 
-    return FlightRecord(
+    record = FlightRecord(
         job=words[Word.JOB],
         rank=words[Word.RANK],
         ranks=words[Word.RANKS],
@@ -303,6 +308,15 @@ def read(path: Path, *, operations: bool = True) -> FlightRecord:
         operations=tuple(_operations(words, text)) if operations else (),
         phases=tuple((number, text(words[phase_at(number)])) for number in _latest(words[Word.PHASES])),
     )
+    return replace(record, gone=_is_gone(record))
+
+
+def _is_gone(record: FlightRecord) -> bool:
+    """Return whether a process has ended without a record of its end. Returns False for processes of other machines."""
+    if record.end is not End.RUNNING or record.host != platform.node():
+        return False
+    status = processes.status_of(record.process)
+    return (status is None or status.dead) and time.time() - record.wall_seconds(record.last_ns) > _GONE_SECONDS
 
 
 def _content(path: Path) -> bytes:

@@ -306,9 +306,9 @@ def _milliseconds(seconds: float | None) -> str:
 
 
 def _predicted(figures: Summary) -> str:
-    """Return the predicted time of a step; " (off)" marks one that is off by more than 15 % (see `prediction_sentences`)."""
+    """Return the predicted time of a step; " (wrong)" marks one that is off by more than 15 % (see `prediction_sentences`)."""
     text = _milliseconds(figures.predicted_step_seconds)
-    return f"{text} (off)" if figures.prediction_note and figures.predicted_step_seconds is not None else text
+    return f"{text} (wrong)" if figures.prediction_note and figures.predicted_step_seconds is not None else text
 
 
 def prediction_head(measured_seconds: float | None, predicted_seconds: float | None) -> str:

@@ -113,6 +113,9 @@ def test_users_list_and_copy_them(tmp_path: Path) -> None:
     again = CliRunner().invoke(cli, ["config", "copy", "quickstart", "--to", str(tmp_path)])
     assert again.stdout == copied.stdout, "a script reads the path"
     assert again.stderr.endswith("exists already and is unchanged\n")
+    assert CliRunner().invoke(cli, ["config", "copy", "cifar10-fast", "--to", str(tmp_path)]).exit_code == 0
+    several = CliRunner().invoke(cli, ["config", "copy", "quickstart", "cifar10-fast", "--to", str(tmp_path)])
+    assert several.stderr == "2 of these files exist already and are unchanged\n", "not one line per file"
     unknown = CliRunner().invoke(cli, ["config", "copy", "nothing", "--to", str(tmp_path)])
     assert unknown.exit_code == 2
     assert "There is no example 'nothing'" in unknown.output

@@ -363,6 +363,7 @@ def test_overrides_alone_make_a_configuration():
         ("metrics.reporters=mine:Reporter", ["must be a list, such as [{name: 'mine:Reporter'}]"]),
         ("data.augment=3", ["must be a list."]),
         ("optimizer__lr=1", ['the nearest known key is "optimizer.lr".']),
+        ("optimizer_lr=1", ['the nearest known key is "optimizer.lr".']),
         ("optimizer__momentum=1", ['the nearest known key is "optimizer.momentum".']),
         ("optimizer__learning_rate=1", ['the nearest known key is "optimizer.lr".']),
         ("data__treads=1", ['the nearest known key is "data.threads".']),

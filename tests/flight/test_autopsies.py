@@ -1,12 +1,14 @@
 """Autopsies from flight records: which rank failed first, which one held up the others, and the wording."""
 
 import json
+import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from hpctrain.core.errors import DataError
+from hpctrain.flight import ring
 from hpctrain.flight.autopsy import (
     Autopsy,
     autopsy,
@@ -89,6 +91,38 @@ def test_a_rank_that_is_gone_was_silent() -> None:
     assert alone.sentences == (
         "Rank 1 wrote nothing for the last 65 s, after a training step, step 812: it ended, was stopped, or its node failed.",
     )
+
+
+@pytest.mark.parametrize(("ranks", "subject", "its"), [(1, "Rank 0", "its"), (2, "Ranks 0-1", "their")])
+def test_ranks_that_are_gone_without_a_record_were_probably_killed(ranks: int, subject: str, its: str) -> None:
+    """Their last phase "for 0 s" explains nothing; nor does a wait that has just begun."""
+    gone = [record(rank, ranks=ranks, gone=True) for rank in range(ranks)]
+    gone[1:] = [replace(each, wait="x", wait_since_ns=99 * SECOND) for each in gone[1:]]
+    found = autopsy(gone)
+    assert (found.blamed, found.sentences) == (
+        (),
+        (
+            f"{subject} ended without a record of {its} end, probably killed by SIGKILL, as by the kernel if memory runs out "
+            "(a training step, step 812).",
+        ),
+    )
+    assert rank_table(gone)[1][2] == "unrecorded"
+    assert "killed" not in autopsy([*gone[:-1], replace(gone[-1], gone=False)]).sentences[0], "a rank is alive"
+    waited = replace(gone[-1], wait="x", wait_since_ns=40 * SECOND)
+    assert "killed" not in autopsy([*gone[:-1], waited]).sentences[0], "a job that hung, and was then killed"
+
+
+def test_only_a_process_that_is_gone_and_silent_counts_as_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder = FlightRecorder()
+    recorder.join(0, 1, 1, 0.0)
+    recorder.keep_in(tmp_path)
+    now = time.time()
+    monkeypatch.setattr(ring.time, "time", lambda: now + 10)
+    assert not ring.read(tmp_path / ring.file_name(0)).gone, "the process lives, though no heartbeat ticks"
+    monkeypatch.setattr(ring.processes, "status_of", lambda process: None)
+    assert ring.read(tmp_path / ring.file_name(0)).gone
+    monkeypatch.setattr(ring.time, "time", lambda: now)
+    assert not ring.read(tmp_path / ring.file_name(0)).gone, "a process of another container, whose heartbeat ticks"
 
 
 def test_all_stuck_alike() -> None:

@@ -126,7 +126,7 @@ def test_a_wrong_prediction_is_marked_and_explained(tmp_path: Path) -> None:
     times = {"measured_step_seconds": 0.05, "predicted_step_seconds": 0.02, "prediction_note": "cores were lost"}
     run = write_run(tmp_path, events=[{"kind": "steps", "time": 31.0, "step": 30, **times}])
     figures = [summary(read_runs([path])[0]) for path in (write_run(tmp_path).path, run.path)]
-    assert dict(summary_texts(figures))["predicted step"] == [UNKNOWN, "20 ms (off)"]
+    assert dict(summary_texts(figures))["predicted step"] == [UNKNOWN, "20 ms (wrong)"]
     assert prediction_sentences(figures) == [(1, "steps took 2.5 times as long as predicted: cores were lost")]
     printed = list(comparison_lines(compared([write_run(tmp_path).path, run.path])))
     assert "2: steps took 2.5 times as long as predicted: cores were lost" in printed
