@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import pwd
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -357,7 +359,7 @@ def test_beyond_two_points_a_call_keeps_its_own_cost() -> None:
 
 def test_the_file_lies_in_the_cache_directory_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert cache_file({"XDG_CACHE_HOME": str(tmp_path)}).parent == tmp_path / "hpctrain"
-    assert cache_file({}).is_relative_to(Path.home() / ".cache")
+    assert cache_file({}).is_relative_to(Path(pwd.getpwuid(os.getuid()).pw_dir) / ".cache")
     assert cache_file({"XDG_CACHE_HOME": "not/absolute"}) == cache_file({})
     monkeypatch.setattr("hpctrain.core.files.pwd.getpwuid", lambda uid: {}[uid])
     assert cache_file({}) is None
