@@ -103,11 +103,6 @@ def load(reference: str) -> Any:
     return getattr(module, name)
 
 
-def is_loaded(reference: str) -> bool:
-    """Return whether this process has imported the code of a reference."""
-    return reference in _files
-
-
 def digests() -> dict[str, str]:
     """Return reference -> "FILE sha256 DIGEST" for the code that this process has loaded, in alphabetical order."""
     return {

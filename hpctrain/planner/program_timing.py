@@ -38,13 +38,6 @@ from hpctrain.planner.operator_work import FactorProduct, products_of, time_prod
 from hpctrain.version import __version__
 
 
-class _CompleteHandle:
-    """Handle of an operation that is complete from the beginning."""
-
-    def test(self) -> bool:
-        return True
-
-
 class FakeSplitGroup(SplitGroup):
     """Split group of `size` ranks in which only this rank exists."""
 
