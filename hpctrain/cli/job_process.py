@@ -88,6 +88,7 @@ class JobProcess:
         from hpctrain.job import session
 
         if self.launcher.starts_mpi:
+            shared_segments.leave_room(self.launcher.local_size or self.launcher.expected_size or 1)
             shared_segments.announce()
             if not self.launcher.local_rank:
                 self._removed = shared_segments.remove_stale()

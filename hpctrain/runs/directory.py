@@ -41,7 +41,7 @@ from typing import TYPE_CHECKING
 
 import yaml
 
-from hpctrain.core.errors import CheckpointError, ConfigError, DataError
+from hpctrain.core.errors import CheckpointError, ConfigError, DataError, errors_as
 from hpctrain.core.files import TEXT_BYTES, json_object, read_bytes, read_text
 from hpctrain.core.text import nearest
 from hpctrain.launch.process_start import release
@@ -611,12 +611,9 @@ def read_best(directory: Path) -> BestRecord | None:
     path = directory / BEST_RECORD
     if not path.exists():
         return None
-    try:
+    advice = "delete the file; the run writes it again when it resumes"
+    with errors_as(CheckpointError, lambda why: f"{path} is not a record of a best checkpoint ({why}); {advice}."):
         return BestRecord(**(json_object(read_bytes(path, _LARGEST_BYTES)) or {}))
-    except (DataError, OSError, TypeError) as error:
-        raise CheckpointError(
-            f"{path} is not a record of a best checkpoint ({error}); delete the file; the run writes it again when it resumes."
-        ) from error
 
 
 def find_best(output: Path, name: str) -> Path:

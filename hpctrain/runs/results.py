@@ -10,6 +10,7 @@ import json
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -18,7 +19,7 @@ from typing import Any, TypeGuard
 
 import numpy as np
 
-from hpctrain.core.errors import CheckpointError, ConfigError, DataError
+from hpctrain.core.errors import CheckpointError, ConfigError, DataError, errors_as
 from hpctrain.core.files import json_object, read_bytes
 from hpctrain.core.text import duration_text, loss_text, size_text
 from hpctrain.core.yaml_source import read_yaml
@@ -127,10 +128,9 @@ def _best_mark(directory: Path) -> tuple[str, str]:
 
 def _tables(path: Path) -> tuple[TimeTable, ...]:
     content = _json(path)
-    try:
+    with suppress(DataError), errors_as(DataError, str):
         return tuple(time_table.from_json(table) for table in (content["table"], *content["per_rank"]))
-    except (KeyError, TypeError):
-        return ()
+    return ()
 
 
 #: text for an unknown figure
