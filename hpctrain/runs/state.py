@@ -134,7 +134,7 @@ class RunState:
     def step(self) -> int:
         """Latest step that is known to have begun; 0 before the first."""
         running = max((record.step for record in self.ranks), default=0)
-        return running or _number(self.latest("interval", "epoch", "stop").get("step")) or 0
+        return running or self.latest("interval", "epoch", "stop").get("step") or 0
 
     @property
     def done_samples(self) -> int:
@@ -158,7 +158,7 @@ class RunState:
     def curve(self, measure: str, *kinds: str) -> Curve:
         """Return a metric over steps, without values that are not finite."""
         points = ((record.get("step"), record.get(measure)) for record in self.of_kind(*kinds))
-        return tuple((step, value) for step, value in points if isinstance(step, int) and isinstance(value, int | float))
+        return tuple((step, value) for step, value in points if step is not None and value is not None)
 
     @property
     def events(self) -> list[RunEvent]:
@@ -230,7 +230,7 @@ def _lines(content: bytes) -> list[Record]:
 _WHOLE = frozenset(("epoch", "epochs", "step", "from_step", "images", "samples", "done_samples", "last_sample", "size"))
 _NUMBERS = frozenset(("loss", "top1", "top5", "ema_loss", "ema_top1", "ema_top5", "lr", "images_per_second", "time"))
 _TEXTS_OF_RUNS = frozenset(("kind", "set", "by", "error", "warning", "prediction_note", "held", "layer"))
-_LARGEST_WHOLE, _LARGEST, _LATEST = 1 << 53, 1e300, 1e11
+_LARGEST_WHOLE, _LARGEST, _LATEST = 1 << 53, 1e200, 1e11
 _MOST_CHARACTERS = 2000
 
 
@@ -319,7 +319,3 @@ def _complete(records: Sequence[Record]) -> bool:
     """Return whether the last epoch of the latest start was recorded."""
     start = next((record for record in reversed(records) if record.get("kind") == "start"), {})
     return any(record.get("kind") == "epoch" and record.get("epoch") == start.get("epochs") for record in records)
-
-
-def _number(value: object) -> int | None:
-    return value if isinstance(value, int) else None
