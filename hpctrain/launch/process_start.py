@@ -118,17 +118,11 @@ def forgive_writes(*, raises: bool = False) -> None:
     """
     for name, number in (("stdout", 1), ("stderr", 2)):
         old = getattr(sys, name)
-        with contextlib.suppress(OSError, ValueError):
-            if (
-                not isinstance(old, io.TextIOWrapper)
-                or old.fileno() != number
-                or isinstance(getattr(old.buffer, "raw", old.buffer), ForgivingFile)
-            ):
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # such as a stream of a notebook
+            if old.fileno() != number or isinstance(getattr(old.buffer, "raw", old.buffer), ForgivingFile):
                 continue
-            raw = ForgivingFile(number, raises=raises)
-            file: Any = raw if old.write_through else io.BufferedWriter(raw)
-            new = io.TextIOWrapper(
-                file, old.encoding, old.errors, line_buffering=old.line_buffering, write_through=old.write_through
-            )
-            setattr(sys, name, new)
+            raw, at_once = ForgivingFile(number, raises=raises), old.write_through
+            file: Any = raw if at_once else io.BufferedWriter(raw)
+            options = {"line_buffering": old.line_buffering, "write_through": at_once}
+            setattr(sys, name, io.TextIOWrapper(file, old.encoding, old.errors, **options))
             old.flush()
