@@ -148,6 +148,7 @@ _ODD = {
 }  # fmt: skip
 
 
+@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", _ODD)
 def test_tensors_that_cannot_be_read_are_one_sentence(kind: str, tmp_path: Path) -> None:
     torch.save({"fc.weight": _ODD[kind]()}, tmp_path / "w.pt")
