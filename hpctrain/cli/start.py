@@ -6,7 +6,7 @@
 3. Fork: the child becomes the rank, and the parent watches it. A fork copies one thread only, so it precedes all threads, NumPy's
    included, and MPI.
 4. Begin the flight record, so that it contains the end of every later step.
-5. Make the standard streams drop what cannot be written, and print stack traces at a crash.
+5. Make the standard streams drop what cannot be written (`JobProcess` does so for programs), and print stack traces at a crash.
 6. Start the thread that receives signals. It follows the fork, which would lose it, and precedes everything that takes long.
 7. Read the configuration, which contains the number of threads. This loads pydantic and YAML, but not NumPy.
 8. Set the number of threads. BLAS and OpenMP read it from the environment once, when NumPy loads them.
@@ -125,9 +125,6 @@ def start_job(process: StartedProcess, read: ReadConfig, *, trains: bool = False
             NumPy.
         trains: whether to load the modules of a training.
     """
-    from hpctrain.launch.process_start import forgive_writes
-
-    forgive_writes()  # step 5 of a program that was started without the command line
     process.prepare(read)  # steps 7 and 8
     process.load(trains=trains)  # step 9
     import gc
