@@ -49,7 +49,6 @@ class ScalingStudy:
         launcher: command that contains "{ranks}"; None: mpiexec.
         threads: number of threads of a rank; None: chosen automatically.
         timeout_seconds: time limit of a job.
-        machine: file or name of an installed machine for predictions; None: each job with several ranks measures it.
     """
 
     file: Path
@@ -59,7 +58,6 @@ class ScalingStudy:
     launcher: str | None = None
     threads: int | None = None
     timeout_seconds: float = 3600.0
-    machine: str | None = None
 
 
 @dataclass(frozen=True)
@@ -79,7 +77,7 @@ class Point:
         oversubscribed: whether ranks share cores.
         about: names and versions of the software, the model and the averager.
         efficiency: efficiency relative to the first point; None if ranks share cores.
-        predicted_seconds: predicted time of a step; None if the run made no prediction.
+        predicted_seconds: predicted time of a step, by which the run chose its plan; None if it chose none.
     """
 
     ranks: int
@@ -157,7 +155,6 @@ def _measure(task: ScalingStudy, config: Config, ranks: int, threads: int | None
         "checkpoint.every_steps=0",
     ]
     settings += [] if threads is None else [f"threads={threads}"]
-    settings += [] if task.machine is None else [f"machine={json.dumps(task.machine)}"]
     table, account = _job(task, ranks, [*settings, "trace=true"], TABLE_FILE)
     alone, _ = _job(task, ranks, [*settings, "--compute-only"], COMPUTE_ONLY_FILE)
     total = table["table"]["total"]
@@ -229,13 +226,15 @@ def _run(command: Sequence[str], timeout_seconds: float) -> tuple[int, str]:
 
 def lines(points: Sequence[Point], mode: Mode) -> list[str]:
     """Return the lines of the table of points."""
-    head = f"{'ranks':>6} {'batch':>7} {'step ms':>9} {'predicted ms':>12} {'compute ms':>11} {'exposed ms':>11} {'limit ms':>9}"
-    made = [f"{head} {'limit/step':>10} {'images/s':>9}  {mode} efficiency"]
+    planned = any(each.predicted_seconds is not None for each in points)
+    head = f"{'ranks':>6} {'batch':>7} {'step ms':>9}{' predicted ms' if planned else ''} {'compute ms':>11} {'exposed ms':>11}"
+    made = [f"{head} {'limit ms':>9} {'limit/step':>10} {'images/s':>9}  {mode} efficiency"]
     for each in points:
         predicted = "-" if each.predicted_seconds is None else f"{each.predicted_seconds * 1e3:.2f}"
+        predicted = f" {predicted:>12}" if planned else ""
         efficiency = "oversubscribed" if each.oversubscribed else "-" if each.efficiency is None else f"{each.efficiency:.1%}"
         made.append(
-            f"{each.ranks:6d} {each.batch:7d} {each.step_seconds * 1e3:9.2f} {predicted:>12} "
+            f"{each.ranks:6d} {each.batch:7d} {each.step_seconds * 1e3:9.2f}{predicted} "
             f"{each.compute_only_seconds * 1e3:11.2f} {each.exposed_seconds * 1e3:11.2f} {each.limit_seconds * 1e3:9.2f} "
             f"{each.limit_seconds / each.step_seconds:10.2f} {each.images_per_second:9.0f}  {efficiency}"
         )

@@ -64,13 +64,6 @@ class RankCounts(click.ParamType):
     help="Number of threads per rank; default: this machine's cores divided by the largest number of ranks.",
 )
 @click.option(
-    "--machine",
-    type=FilePath(),
-    metavar="FILE|NAME",
-    help="Machine model used to predict step times: a file written by `hpctrain calibrate`, or the name of an installed one; "
-    "default: each job measures its links.",
-)
-@click.option(
     "--out",
     type=OutputFile(streams=True),
     default=Path("scaling.json"),
@@ -92,7 +85,6 @@ def scaling(
     steps: int,
     launcher: str | None,
     threads: int | None,
-    machine: str | None,
     out: Path,
     timeout_seconds: float,
 ) -> None:
@@ -111,7 +103,6 @@ def scaling(
         launcher=launcher,
         threads=threads,
         timeout_seconds=timeout_seconds,
-        machine=machine,
     )
     points = study.run(task, ranks, say=echo)
     for line in study.lines(points, mode):

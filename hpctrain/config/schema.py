@@ -656,8 +656,8 @@ class Config(Section):
     )
     machine: PathText | None = Field(
         default=None,
-        description="Machine model for auto and for predicted step times: a file, or the name of an installed one; null measures "
-        "the machine at the start, for at most a minute, if auto needs it.",
+        description="Machine model for auto and for the advice of `hpctrain plan show`: a file, or the name of an installed one; "
+        "null measures the machine at the start, for at most a minute, if auto needs it.",
     )
     batch_norm: BatchNormConfig = Field(default_factory=BatchNormConfig, description="The statistics of batch normalisation.")
     on_nonfinite: NonFiniteConfig = Field(

@@ -1,9 +1,8 @@
 """Measure a machine with the ranks of a job, and operator times with ranks or separate processes, as inputs of plans.
 
-`run_calibration` is the job of `hpctrain calibrate`. A job that chooses its plan at the start measures its whole machine. Other
-jobs measure only their links, in about two seconds, for the prediction at their end. Times of operators are read from the user's
-cache. Missing times are measured by as many processes at once as a node has ranks, so that caches, memory and cores are as busy
-as in a step. The processes of `plan search --measure` synchronise by barriers and need no MPI.
+`run_calibration` is the job of `hpctrain calibrate`. A job that chooses its plan at the start also measures its machine. Times of
+operators are read from the user's cache. Missing times are measured by as many processes at once as a node has ranks, so that
+caches, memory and cores are as busy as in a step. The processes of `plan search --measure` synchronise by barriers, without MPI.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from hpctrain.core.log import get_logger
 from hpctrain.launch.threads import usable_cores
 from hpctrain.parallel.parallel_plan import Parallelism
 from hpctrain.planner import calibration, configured_search, machine_file
-from hpctrain.planner.calibration import MeasureRates, MeasureThreads, RankFacts, calibrate
+from hpctrain.planner.calibration import RankFacts, calibrate
 from hpctrain.planner.configured_search import SearchTask, on_any_grid
 from hpctrain.planner.estimates import unsplit_plan
 from hpctrain.planner.job import Candidate, Job
@@ -89,8 +88,6 @@ def _memory_bytes() -> int:
 NAME = "measured at the run"
 
 _WHOLE_SECONDS = 60.0
-# Time limit if the rates are known; links get a share of it.
-_HASTE_SECONDS = 3.0
 
 
 def measured(
@@ -121,38 +118,6 @@ def measured(
             one_thread_rates = calibration.measure_rates_of(kernels, 1, before, dtypes)
         return one_thread_rates, calibration.measure_memory_traffic(threads, before)
 
-    return _calibrated(
-        world,
-        rates,
-        seconds,
-        deadline_seconds,
-        name,
-        threads=threads,
-        measure_threads=effect_of_threads if vary_threads else None,
-    )
-
-
-def measured_in_haste(world: Communicator, rates: MeasureRates, deadline_seconds: float, share: float = 1.0) -> Machine:
-    """Measure only the links, in about two seconds, and take the rates from `rates`.
-
-    Large messages are omitted if the time does not suffice. Collective over `world`; return the same machine on every rank.
-
-    Args:
-        share: share of the two seconds; two sizes of messages are measured even if it is 0. The value of rank 0 counts.
-    """
-    return _calibrated(world, rates, share * _HASTE_SECONDS, deadline_seconds)
-
-
-def _calibrated(
-    world: Communicator,
-    rates: MeasureRates,
-    seconds: float,
-    deadline_seconds: float,
-    name: str = NAME,
-    *,
-    threads: int = 1,
-    measure_threads: MeasureThreads | None = None,
-) -> Machine:
     return calibrate(
         world,
         ProgressEngine(rank=world.rank, deadline_seconds=deadline_seconds, abort=world.abort),
@@ -161,7 +126,7 @@ def _calibrated(
         name=name,
         when=time.strftime("%Y-%m-%d"),
         seconds=seconds,
-        measure_threads=measure_threads,
+        measure_threads=effect_of_threads if vary_threads else None,
         physical_cores=usable_cores,
     )
 

@@ -486,9 +486,7 @@ def predict(
     n_bytes = sum(many * of_step for many, _, of_step in steps) / sum(weights)
     table = merge([step.table for _, step, _ in steps], {}, weights) if len(steps) > 1 else steps[0][1].table
     memory = max(of_class.memory_bytes for of_class in program.classes)
-    busy_seconds = sum(many * step.busy_seconds for many, step, _ in steps) / sum(weights)
-    mean = SimulatedStep(seconds, table, steps[-1][1].events, busy_seconds)
-    return Prediction(mean, memory, round(n_bytes), costs.measured_share())
+    return Prediction(SimulatedStep(seconds, table, steps[-1][1].events), memory, round(n_bytes), costs.measured_share())
 
 
 def kinds_of_steps(program: StepProgram) -> list[tuple[int, StepProgram]]:

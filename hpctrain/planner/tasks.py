@@ -249,13 +249,11 @@ class SimulatedStep:
         seconds: time of the slowest class.
         table: means over ranks, as in the step-time table of a run's trace.
         events: events in the format of a run's trace, by class; times in ns since the beginning of the simulation.
-        busy_seconds: processor time of rank 0's program outside of waits, including updates.
     """
 
     seconds: float
     table: TimeTable
     events: Mapping[str, Events]
-    busy_seconds: float = 0.0
 
     @property
     def exposed_seconds(self) -> float:

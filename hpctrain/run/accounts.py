@@ -1,14 +1,12 @@
 """Accounts of a run, as lines at its end and as records: steps, waits for data, samples read, memory, and hashes of its state.
 
-The account of steps divides the measured step into parts that add up to it, and compares it with a simulation, or with the
-prediction by which the run chose its plan. The simulation predicts messages and waits; it takes the time of computation and of
-Python from a few early steps of the run. Rank 0 appends hashes of the state to a file of the run directory every few steps.
+The account of steps divides the measured step into parts that add up to it, and compares it with the prediction by which the run
+chose its plan. Rank 0 appends hashes of the state to a file of the run directory every few steps.
 """
 
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from statistics import fmean
@@ -19,14 +17,11 @@ import numpy as np
 from hpctrain.backend.arithmetic import PinnedBytes
 from hpctrain.backend.choice import Backend
 from hpctrain.comm.base import Communicator
-from hpctrain.comm.progress_mode import ProgressMode
-from hpctrain.core.errors import HpctrainError
 from hpctrain.core.text import size_text
 from hpctrain.data.cache import summed
 from hpctrain.job.automatic_choice import PredictedStep
 from hpctrain.job.session import Session
 from hpctrain.launch.control_groups import peak_resident_bytes
-from hpctrain.launch.threads import usable_cores
 from hpctrain.run.build import TrainingSetup
 from hpctrain.run.images import UnreadableReport
 from hpctrain.runs.directory import RunDirectory
@@ -40,7 +35,6 @@ from hpctrain.training.snapshot import Position
 from hpctrain.training.trainer import Outcome
 
 if TYPE_CHECKING:
-    from hpctrain.run.step_prediction import StepPrediction
     from hpctrain.training.state_hashes import StateHashes
 
 
@@ -54,10 +48,6 @@ ACCEPTED_ERROR = 0.15
 
 #: minimum total duration of the measured steps for an explanation; shorter runs depend too much on what else the machine does
 JUDGED_SECONDS = 10.0
-
-
-#: minimum total duration of the steps for the full measurement of links, which takes about as long
-_FULL_MEASUREMENT_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
@@ -117,28 +107,23 @@ class StepParts:
         return (self.compute_seconds or 0.0) + self.python_seconds + self.messages_seconds
 
 
-def operators_share(sampled: MeasuredStep | None, operator_seconds: float | None) -> float | None:
-    """Return the share of operators in the processor time of sampled steps outside of messages and updates; None without samples.
+def operators_share(step: MeasuredStep | None, operator_seconds: float | None) -> float | None:
+    """Return the share of operators in the processor time of a step outside of messages and updates; None without samples.
 
     Args:
         operator_seconds: sampled time of operators, loss and checks.
     """
-    if sampled is None or operator_seconds is None:
+    if step is None or operator_seconds is None:
         return None
-    work = sampled.busy_seconds - sampled.messages_seconds - sampled.update_seconds
+    work = step.busy_seconds - step.messages_seconds - step.update_seconds
     return min(1.0, operator_seconds / work) if work > 0 else 1.0
 
 
 def steps_over_ranks(world: Communicator, mine: StepParts | None) -> StepParts | None:
-    """Return the mean over ranks of each part; None after too few steps. Collective over the world."""
+    """Return the mean over ranks of each part, and the minimum of the numbers of steps; None after too few. Collective."""
     of_ranks = [one for one in world.allgather_object(mine) if one is not None]
     if len(of_ranks) < world.size or min(one.steps for one in of_ranks) < FEWEST_STEPS:
         return None
-    return mean_of(of_ranks)
-
-
-def mean_of(of_ranks: Sequence[StepParts]) -> StepParts:
-    """Return the mean over ranks of each part, and the minimum of the numbers of steps."""
     if any(one.compute_seconds is None for one in of_ranks):
         of_ranks = [
             replace(one, compute_seconds=None, python_seconds=one.python_seconds + (one.compute_seconds or 0.0))
@@ -158,7 +143,7 @@ def step_lines(measured: StepParts, predicted: PredictedStep | None = None, reas
     """Return the lines of the account. Parts that round to 0 are omitted.
 
     Args:
-        reason: why there is no prediction, or why it is wrong.
+        reason: why the prediction is wrong.
     """
     digits = decimals(measured.seconds)
     compute = measured.compute_seconds
@@ -173,12 +158,11 @@ def step_lines(measured: StepParts, predicted: PredictedStep | None = None, reas
     texts = {name: f"{seconds * 1e3:,.{digits}f}" for name, seconds in parts.items()}
     pieces = [f"{name} {text}" for name, text in texts.items() if float(text.replace(",", "")) != 0]
     pieces[0] = f"step time {measured.seconds * 1e3:,.{digits}f} ms: {pieces[0]}"
-    if predicted is not None:
-        pieces[-1] += f"; predicted {predicted.seconds * 1e3:,.{decimals(predicted.seconds)}f}"
-    lines = [", ".join(pieces)]
-    if reason:
-        lines.append(f"  {prediction_head(measured.seconds, None if predicted is None else predicted.seconds)}: {reason}")
-    return lines
+    if predicted is None:
+        return [", ".join(pieces)]
+    pieces[-1] += f"; predicted {predicted.seconds * 1e3:,.{decimals(predicted.seconds)}f}"
+    sentences = [f"  {prediction_head(measured.seconds, predicted.seconds)}: {reason}"] if reason else []
+    return [", ".join(pieces), *sentences]
 
 
 def decimals(seconds: float) -> int:
@@ -186,39 +170,30 @@ def decimals(seconds: float) -> int:
     return max(0, min(3, 2 - math.floor(math.log10(max(seconds * 1e3, 1e-3) * (1 + 5e-4)))))
 
 
-def error_reason(measured: StepParts, sampled: StepParts, predicted: PredictedStep, *, from_samples: bool) -> str:
+def error_reason(measured: StepParts, predicted: PredictedStep) -> str:
     """Return the reason for a prediction that is off by more than `ACCEPTED_ERROR`, and advice; "" for other predictions.
 
     The reason is the part that differs most, in the direction of the error, from what the prediction assumed. The text states
     whether this difference is less than half of the error. Lost cores come first, because the other ranks wait for messages while
     one rank waits for its core.
-
-    Args:
-        sampled: parts of the first steps.
-        from_samples: whether the prediction uses the sampled times of computation and of waits for data.
     """
     if accuracy(predicted.seconds, measured.seconds) >= 1 - ACCEPTED_ERROR:
         return ""
-    source, work_seconds, data_seconds = "the first steps", sampled.work_seconds, sampled.data_seconds
-    idle, calibrate = "compare again on idle cores", "measure this machine with `hpctrain calibrate` and set machine to its file"
-    changed = f"the load or the clock rate of the cores may have changed, so {idle}"
-    if not from_samples:
-        source, work_seconds, data_seconds = "the prediction", predicted.seconds - predicted.exposed_seconds, 0.0
-        changed = calibrate
+    calibrate = "measure this machine with `hpctrain calibrate` and set machine to its file"
     lost_cores = "other threads and processes used the cores for {} per step; the rank's other threads used {}"
     waits = "waits for messages took {} per step, and {} in the simulation"
-    data = f"waits for data took {{}} per step, and {{}} in {source}"
-    work = f"computation, Python and messages took {{}} per step, and {{}} in {source}"
+    data = "waits for data took {} per step, and {} in the prediction"
+    work = "computation, Python and messages took {} per step, and {} in the prediction"
     causes = {  # measured and assumed seconds, and advice
         waits: (measured.exposed_seconds, predicted.exposed_seconds, calibrate),
-        lost_cores: (measured.core_seconds, sampled.others_seconds, idle),
-        data: (measured.data_seconds, data_seconds, "`hpctrain bench data` shows what limits the data"),
-        work: (measured.work_seconds, work_seconds, changed),
+        lost_cores: (measured.core_seconds, measured.others_seconds, "compare again on idle cores"),
+        data: (measured.data_seconds, 0.0, "`hpctrain bench data` shows what limits the data"),
+        work: (measured.work_seconds, predicted.seconds - predicted.exposed_seconds, calibrate),
     }
     sign = 1 if measured.seconds > predicted.seconds else -1
     excess = {text: sign * (now - assumed) for text, (now, assumed, _) in causes.items()}
     cause = max(causes, key=excess.__getitem__)
-    lost_seconds = measured.core_seconds - sampled.others_seconds
+    lost_seconds = measured.core_seconds - measured.others_seconds
     if excess[cause] <= 0 or (sign > 0 and lost_seconds > ACCEPTED_ERROR * measured.seconds):
         cause = lost_cores  # also if no part differs in this direction, because predictions have no waits for cores
     now, assumed, advice = causes[cause]
@@ -236,7 +211,7 @@ def step_facts(measured: StepParts, step: int, predicted: PredictedStep | None =
 
     Args:
         step: global step at the end of the run.
-        reason: why there is no prediction, or why it is wrong.
+        reason: why the prediction is wrong.
     """
     account: dict[str, object] = {
         "step": step,
@@ -258,9 +233,9 @@ def step_facts(measured: StepParts, step: int, predicted: PredictedStep | None =
             "predicted_exposed_seconds": predicted.exposed_seconds,
             "accuracy": accuracy(predicted.seconds, measured.seconds),
             "measured_share": predicted.measured_share,
+            "machine": predicted.machine,
+            "machine_digest": predicted.machine_digest,
         }
-        if predicted.machine:
-            account |= {"machine": predicted.machine, "machine_digest": predicted.machine_digest}
     return account
 
 
@@ -546,7 +521,6 @@ class RunAccount:
     """Account of steps. Its creation, before the first step, and `finish`, after the last one, are collective over the world.
 
     Args:
-        mode: progress mode of messages.
         most_steps: upper bound of the number of steps; a run with too few steps has no account.
 
     Attributes:
@@ -554,7 +528,7 @@ class RunAccount:
             processor and there is no trace.
     """
 
-    def __init__(self, session: Session, setup: TrainingSetup, mode: ProgressMode, most_steps: float = math.inf) -> None:
+    def __init__(self, session: Session, setup: TrainingSetup, most_steps: float = math.inf) -> None:
         self._session = session
         self._wanted = most_steps >= FEWEST_STEPS
         on_host, threads = setup.backend.kernels.arithmetic.on_host, session.threads.threads
@@ -564,56 +538,19 @@ class RunAccount:
         if self._wanted and session.progress.trace is None and on_host:
             self._sample = OperatorSample(setup.replica, threads)
         self.observers: Sequence[Observer] = [self._step_times, *([] if self._sample is None else [self._sample])]
-        self._prediction: StepPrediction | None = None
-        simulates = session.world.size > 1 or session.config.machine is not None
-        # A choice was predicted before the first step. On a GPU, the machine model has the times of operators.
-        self._from_samples = session.resolved.choice is None and (on_host or not simulates)
-        if self._wanted and session.resolved.choice is None and simulates:
-            # It loads the planner: only for runs that simulate, and now, because files may have changed when the run ends.
-            from hpctrain.run.step_prediction import StepPrediction
-
-            self._prediction = StepPrediction(session, setup, mode, self._sample)
 
     def finish(self, outcome: Outcome, reporter: Reporter) -> None:
         """Report and record the account, unless the run had too few steps. Collective over the world."""
         if not self._wanted:
             return
-        measured, sampled = self._step_times.measured(), self._step_times.sampled()
-        operator_seconds = None if self._sample is None else self._sample.operator_seconds()
-        share = operators_share(self._step_times.sampled_first(), operator_seconds)
+        measured, sample = self._step_times.measured(), self._sample
+        share = operators_share(self._step_times.after_sample(), None if sample is None else sample.operator_seconds())
         parts = steps_over_ranks(self._session.world, None if measured is None else StepParts.of(measured, share))
         if parts is None:
             return
-        of_ranks = self._session.world.allgather_object(None if sampled is None else StepParts.of(sampled, share))
-        first = [one for one in of_ranks if one is not None]
-        steps_seconds = parts.steps * parts.seconds
-        in_haste = outcome.stopped and not outcome.steps_reached
-        predicted, reason = self._predicted(sampled, min(1.0, steps_seconds / _FULL_MEASUREMENT_SECONDS), in_haste=in_haste)
-        if predicted is not None and first:
-            reason = error_reason(parts, mean_of(first), predicted, from_samples=self._from_samples)
-        reporter.record("steps", step_facts(parts, outcome.position.global_step, predicted, reason))
-        judged = predicted is None or steps_seconds >= JUDGED_SECONDS
-        for line in step_lines(parts, predicted, reason if judged else ""):
-            reporter.say(line)
-
-    def _predicted(self, sampled: MeasuredStep | None, share: float, *, in_haste: bool) -> tuple[PredictedStep | None, str]:
-        """Return (prediction, "") or (None, reason). Only rank 0's values are meaningful.
-
-        Args:
-            sampled: sampled steps of this rank.
-            share: share of the usual time in which links are measured.
-            in_haste: whether to skip measurements, because the job must end.
-        """
         choice = self._session.resolved.choice
-        if choice is not None:
-            return choice.prediction, ""
-        if self._prediction is None:  # one rank sends no messages
-            if sampled is None:
-                return None, "no step was sampled"
-            shares = usable_cores(os.sched_getaffinity(0)) <= self._session.threads.threads
-            seconds = sampled.core_seconds(shares_cores=shares) + sampled.late_data_seconds(shares_cores=shares)
-            return PredictedStep(seconds, 0.0, 1.0, "", ""), ""
-        try:
-            return self._prediction.predicted(sampled, share, in_haste=in_haste), ""
-        except HpctrainError as error:
-            return None, str(error).rstrip(".")
+        predicted = None if choice is None else choice.prediction
+        reason = "" if predicted is None else error_reason(parts, predicted)
+        reporter.record("steps", step_facts(parts, outcome.position.global_step, predicted, reason))
+        for line in step_lines(parts, predicted, reason if parts.steps * parts.seconds >= JUDGED_SECONDS else ""):
+            reporter.say(line)

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING
 
 from hpctrain.backend.specs import TensorSpec
 from hpctrain.comm.base import Communicator, raise_on_all_ranks
-from hpctrain.comm.progress_mode import ProgressMode
 from hpctrain.config.grid import describe, parallel_plan
 from hpctrain.config.images import data_line
 from hpctrain.config.load import dump
@@ -369,8 +368,8 @@ def _begin_accounts(
 ) -> _Accounts:
     """Choose the progress mode, and create the accounts and the trace report. Collective."""
     reproducibility.keep_schedules(session, setup, directory)
-    mode = _start_measuring(session, setup, directory, reporter)
-    steps, trace = RunAccount(session, setup, mode, most_steps), None
+    _start_measuring(session, setup, directory, reporter)
+    steps, trace = RunAccount(session, setup, most_steps), None
     if session.progress.trace is not None:
         from hpctrain.run.trace_report import TraceReport  # here: only traced runs need it
 
@@ -590,7 +589,7 @@ def _introduce_start(
     reporter.say(f"run directory {directory.path}{', which is deleted if the trial succeeds' if asked.trial else ''}")
 
 
-def _start_measuring(session: Session, setup: TrainingSetup, directory: RunDirectory, reporter: Reporter) -> ProgressMode:
+def _start_measuring(session: Session, setup: TrainingSetup, directory: RunDirectory, reporter: Reporter) -> None:
     """Choose the progress mode; report it if it matters, and record it. Collective."""
     config = session.config
     samples = -(-config.batch // session.groups.all_ranks.size // setup.replica.passes.following)
@@ -598,7 +597,6 @@ def _start_measuring(session: Session, setup: TrainingSetup, directory: RunDirec
     if chosen.matters:
         reporter.say(str(chosen))
     reporter.record("progress", chosen.facts())
-    return chosen.mode
 
 
 def _about(session: Session, setup: TrainingSetup) -> dict[str, object]:

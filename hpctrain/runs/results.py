@@ -166,8 +166,8 @@ class Summary:
         seconds: training time, without pauses between jobs.
         step_seconds: measured duration of a step.
         exposed_seconds: time of a step spent waiting for messages.
-        predicted_step_seconds: duration of a step, predicted by the run at its end.
-        prediction_note: why the prediction is off by more than 15 %, or why there is none; "" otherwise.
+        predicted_step_seconds: predicted duration of a step; None: the run chose no plan.
+        prediction_note: why the prediction is off by more than 15 %, or, in older runs, why there is none; "" otherwise.
         peak_bytes: maximum resident memory over ranks at the latest end.
         device_bytes: maximum GPU memory in use over ranks at the latest end.
         data_share: share of the time that steps waited for data, mean over ranks.

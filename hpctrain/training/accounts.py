@@ -7,6 +7,7 @@ a few early steps only, on a clock of this rank.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -15,7 +16,7 @@ import numpy as np
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.data.loader import Batch
 from hpctrain.data.pipeline import ImageSizes
-from hpctrain.trace.tracer import Category, Events, Tracer
+from hpctrain.trace.tracer import Category, Tracer
 from hpctrain.training.metrics import Reporter, RunningSums
 from hpctrain.training.replica import Replica
 from hpctrain.training.snapshot import Position
@@ -164,7 +165,7 @@ class ImageSizeReport(Observer):
 # The first steps of a run still measure orders of operations, and the very first one compiles programs.
 _SETTLING_STEPS = 6
 _MOST_STEPS = 10_000
-# Minimum number and duration of the steps in the sample for predictions, which follows the steps of `OperatorSample`.
+# Minimum number and duration of the steps in `StepTimes.after_sample`.
 _SAMPLED_STEPS, _SAMPLED_SECONDS = 10, 0.5
 # Minimum number of steps in later epochs; with fewer, those of the first epoch count, too.
 _FEWEST_LATER = 20
@@ -183,7 +184,6 @@ class MeasuredStep:
         update_seconds: time of updates.
         busy_seconds: processor time of the program outside of waits, including messages and updates.
         others_seconds: processor time of the process's other threads.
-        polling_seconds: processor time of the program in waits, without updates.
     """
 
     seconds: float
@@ -194,19 +194,6 @@ class MeasuredStep:
     update_seconds: float = 0.0
     busy_seconds: float = 0.0
     others_seconds: float = 0.0
-    polling_seconds: float = 0.0
-
-    def core_seconds(self, *, shares_cores: bool) -> float:
-        """Return the processor time of a step on the cores of the program.
-
-        Args:
-            shares_cores: whether the process's other threads have no cores of their own.
-        """
-        return self.busy_seconds + (self.others_seconds if shares_cores else 0.0)
-
-    def late_data_seconds(self, *, shares_cores: bool) -> float:
-        """Return the time spent waiting for data that `core_seconds` does not contain as work of the loader's thread."""
-        return max(0.0, self.data_seconds - (self.others_seconds if shares_cores else 0.0))
 
 
 def processor_seconds() -> tuple[float, float]:
@@ -215,31 +202,11 @@ def processor_seconds() -> tuple[float, float]:
     return own, time.process_time() - own
 
 
-class _Rows:
-    """Rows of consecutive steps: the latest ones, and those of the sample."""
-
-    def __init__(self) -> None:
-        self.latest: list[Sequence[float]] = []
-        self.sampled: list[Sequence[float]] = []
-        self.steps = 0
-        self._sampled_seconds = 0.0
-
-    def add(self, row: Sequence[float], *, samples: bool) -> None:
-        if samples and (len(self.sampled) < _SAMPLED_STEPS or self._sampled_seconds < _SAMPLED_SECONDS):
-            self.sampled.append(row)
-            self._sampled_seconds += row[0]
-        if self.steps < _MOST_STEPS:
-            self.latest.append(row)
-        else:
-            self.latest[self.steps % _MOST_STEPS] = row
-        self.steps += 1
-
-
 class StepTimes(Observer):
     """Times of the latest usual steps (see `Observer.after_step`). A step lasts from the end of the previous one to its own end.
 
-    The first epoch of a run reads data files, later ones often memory, which changes the work of the loader. If most steps are in
-    later epochs, and at least 20, only these count.
+    The first epoch of a run reads data files, later ones often memory, which changes the work of the loader. If most of the steps
+    are in later epochs, and at least 20, only these count.
 
     Args:
         progress: engine that measures the waits and the work on messages.
@@ -255,8 +222,10 @@ class StepTimes(Observer):
         processor: Callable[[], tuple[float, float]] | None = None,
     ) -> None:
         self._progress, self._clock, self._processor = progress, clock, processor
-        self._all, self._later = _Rows(), _Rows()
-        self._epochs = self._steps = 0
+        self._latest: deque[Sequence[float]] = deque(maxlen=_MOST_STEPS)
+        self._after_sample: list[Sequence[float]] = []
+        self._after_sample_seconds = 0.0
+        self._epochs = self._steps = self._later_steps = 0
         self._data_begin = self._data_cpu_begin = self._data_seconds = self._data_cpu_seconds = 0.0
         self._before = self._read()
 
@@ -281,8 +250,12 @@ class StepTimes(Observer):
         if self._steps <= _SETTLING_STEPS:
             return
         row = [end - begin for end, begin in zip(now, before, strict=True)]
-        for rows in (self._all, self._later) if self._epochs > 1 else (self._all,):
-            rows.add(row, samples=self._steps > _SETTLING_STEPS + _STEPS)
+        self._latest.append(row)
+        self._later_steps += self._epochs > 1
+        few = len(self._after_sample) < _SAMPLED_STEPS or self._after_sample_seconds < _SAMPLED_SECONDS
+        if few and self._steps > _SETTLING_STEPS + _STEPS:
+            self._after_sample.append(row)
+            self._after_sample_seconds += row[0]
 
     def _read(self) -> tuple[float, ...]:
         """Return the sums so far, in the order of the attributes of `MeasuredStep`, without the number of steps."""
@@ -294,24 +267,16 @@ class StepTimes(Observer):
         else:
             own, others = self._processor()
             own -= polling + self._data_cpu_seconds
-        return now, waited, account.seconds, self._data_seconds, account.updates_ns * 1e-9, own, others, polling
+        return now, waited, account.seconds, self._data_seconds, account.updates_ns * 1e-9, own, others
 
     def measured(self) -> MeasuredStep | None:
         """Return the means of the steps so far, without the first few; None if no step was measured."""
-        return _middle(self._counted.latest)
+        rows, later = list(self._latest), min(self._later_steps, len(self._latest))
+        return _middle(rows[-later:] if later >= _FEWEST_LATER and 2 * later > len(rows) else rows)
 
-    def sampled(self) -> MeasuredStep | None:
-        """Return the means of the first of these steps, after those of `OperatorSample`; None if no such step was measured."""
-        return _middle(self._counted.sampled)
-
-    def sampled_first(self) -> MeasuredStep | None:
-        """Return the means of the first steps after those of `OperatorSample`, in any epoch; None without such steps."""
-        return _middle(self._all.sampled)
-
-    @property
-    def _counted(self) -> _Rows:
-        later = self._later.steps
-        return self._later if later >= _FEWEST_LATER and 2 * later > self._all.steps else self._all
+    def after_sample(self) -> MeasuredStep | None:
+        """Return the means of the first steps after those of `OperatorSample`; None without such steps."""
+        return _middle(self._after_sample)
 
 
 def _middle(rows: Sequence[Sequence[float]]) -> MeasuredStep | None:
@@ -364,15 +329,11 @@ class OperatorSample(Observer):
         self._replica.record_operators(self._trace if wanted else None)
         self._taken += wanted
 
-    def events(self) -> Events:
-        """Return the events recorded so far."""
-        return self._trace.events()
-
     def operator_seconds(self) -> float | None:
         """Return the time of operators, loss and checks of a step, without hooks; None if the sample is not complete."""
         if not self.complete:
             return None
-        events = self.events()
+        events = self._trace.events()
         seconds = 0.0
         for category in (Category.FORWARD, Category.PARAMETERS, Category.INPUT, Category.WORK):
             of_category = events.of(category)

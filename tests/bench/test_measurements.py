@@ -315,6 +315,15 @@ def test_ranks_that_share_cores_have_no_efficiency() -> None:
     assert "share cores" in text[-1]
 
 
+def test_only_runs_that_chose_a_plan_have_a_predicted_step() -> None:
+    points = [_point(1, 0.1), _point(2, 0.2)]
+    assert "predicted" not in scaling.lines(points, "weak")[0]
+    heading, chose, none = scaling.lines([replace(points[0], predicted_seconds=0.09), points[1]], "weak")
+    assert " step ms predicted ms " in heading
+    assert (chose.split()[3], none.split()[3]) == ("90.00", "-")
+    assert {line.index(value) + len(value) for line, value in ((heading, "predicted ms"), (chose, "90.00"))} == {37}
+
+
 def test_the_report_is_json_with_the_machine(tmp_path: Path) -> None:
     points = with_efficiency([_point(1, 0.1)], "strong")
     scaling.write(tmp_path / "s.json", ScalingStudy(Path("x.yaml"), mode="strong"), points)

@@ -113,18 +113,6 @@ def test_without_a_machine_the_ranks_measure_it_and_the_run_keeps_it(job: Start,
     assert any(source.startswith("measured on") for source in kept.sources.values())
 
 
-@pytest.mark.slow
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("machine", ["machine.yaml", "null"])
-def test_a_run_that_chose_nothing_is_held_to_account_as_well(job: Start, folder: Path, machine: str) -> None:
-    named = ("grid={rows: 2}", "plan={default: domain}", "averager=bucketed")
-    outcome = _train(2, folder, f"machine={machine}", *named, start=job)
-    (record,) = [line for line in newest_run(folder).metrics() if line["kind"] == "steps"]
-    assert record["predicted_step_seconds"] > record["predicted_exposed_seconds"] >= 0  # type: ignore[operator]
-    assert record["measured_share"] > 0.2  # type: ignore[operator]
-    assert "step time " in outcome.stdout
-
-
 def test_plans_are_shown_for_what_a_run_would_choose(folder: Path) -> None:
     assert json.loads(hpctrain(0, folder, "plan show", "--ranks", "2", "--json").stdout)
     for more, words in (([], "give --ranks"), (["--ranks", "2", "machine=null"], "give --machine")):

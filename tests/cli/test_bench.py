@@ -16,10 +16,7 @@ from hpctrain.bench import data as measurement
 from hpctrain.bench.data import AUGMENT, NORMALISE, READ, WHOLE, DataRates, StageRate
 from hpctrain.cli.bench import RankCounts, rates_table
 from hpctrain.cli.main import cli
-from hpctrain.comm.base import Communicator
 from hpctrain.planner import machine_file
-from hpctrain.planner.machine import Machine
-from hpctrain.run import step_prediction
 from hpctrain.runs.directory import RunDirectory
 from hpctrain.storage import checkpoint
 from tests.support.here import run_here
@@ -62,40 +59,21 @@ def test_a_run_of_several_ranks_ends_with_an_account_of_its_steps(job: Start, fo
     assert isinstance(seconds, float)
     assert isinstance(exposed, float)
     assert seconds > exposed > 0
-    predicted = record["predicted_step_seconds"]
-    assert isinstance(predicted, float)
-    assert predicted > 0
     names = ("compute", "python", "messages", "exposed", "data", "core")
     parts = {name: float(str(record[f"measured_{name}_seconds"])) for name in names}
     assert sum(parts.values()) == pytest.approx(seconds)
     assert 0 < parts["messages"] < seconds
     whole = outcome.stdout.replace("\n  ", " ")
-    for text in (": compute", ", posting and progress", ", communication not hidden", "; predicted "):
+    for text in (": compute", ", posting and progress", ", communication not hidden"):
         assert text in whole.partition("step time ")[2]
-
-
-def test_links_are_measured_for_no_longer_than_the_steps_took(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Would find seconds of measurements at the end of each run of a fraction of a second."""
-    shares: list[float] = []
-    measured = step_prediction.measured_in_haste
-
-    def noted(world: Communicator, rates: Any, deadline_seconds: float, share: float) -> Machine:
-        shares.append(share)
-        return measured(world, rates, deadline_seconds, 0.0)
-
-    monkeypatch.setattr(step_prediction, "measured_in_haste", noted)
-    _, run = _train(2, folder, "epochs=5")
-    (record,) = [line for line in run.metrics() if line["kind"] == "steps"]
-    seconds = float(str(record["steps"])) * float(str(record["measured_step_seconds"]))
-    assert shares == [pytest.approx(min(1.0, seconds / 2))] * 2
+    assert "predict" not in outcome.stdout
+    assert not [name for name in record if "predict" in name or name == "machine"]
 
 
 def test_one_rank_has_an_account_of_its_steps_without_messages(folder: Path) -> None:
     outcome, run = _train(0, folder, "epochs=5")
     (record,) = [line for line in run.metrics() if line["kind"] == "steps"]
-    assert record["measured_exposed_seconds"] == record["predicted_exposed_seconds"] == 0
-    assert float(str(record["predicted_step_seconds"])) > 0
-    assert "machine" not in record
+    assert record["measured_exposed_seconds"] == 0
     assert "communication" not in outcome.stdout.partition("step time ")[2].partition("peak")[0]
 
 

@@ -145,10 +145,11 @@ main()
 
 @pytest.mark.slow
 def test_a_rank_opens_few_files_and_loads_nothing_that_it_does_not_need(job: Job, folder: Path) -> None:
-    """A thousand ranks that start at once open them all from one file system."""
+    """A thousand ranks that start at once open them all from one file system. The steps suffice for an account of steps."""
     (folder / "counted.py").write_text(textwrap.dedent(_COUNTED))
-    outcome = job(2, ["counted.py", "train", "tiny.yaml"], cwd=folder)
+    outcome = job(2, ["counted.py", "train", "tiny.yaml", "epochs=10"], cwd=folder)
     assert outcome.code == 0, outcome.output
+    assert "step time " in outcome.stdout
     counts = [line.split(maxsplit=3) for line in outcome.stderr.splitlines() if line.startswith("files ")]
     assert len(counts) == 2, outcome.stderr
     least, most = sorted(int(files) for _, files, _, _ in counts)

@@ -1,4 +1,4 @@
-"""What computation costs: work of operators, their keys and kept times, and costs by rates, by measurement and by samples."""
+"""What computation costs: work of operators, their keys and kept times, and costs by rates and by measurement."""
 
 from __future__ import annotations
 
@@ -10,34 +10,28 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
 from hpctrain.backend.specs import Conv2dSpec, DropoutSpec, ReluSpec, TensorSpec
 from hpctrain.models import catalogue
 from hpctrain.nn.compile.compiler import compile_graph
-from hpctrain.nn.compile.plan import Action, ExecutionPlan, PlannedStep, StepMemory
+from hpctrain.nn.compile.plan import Action, ExecutionPlan
 from hpctrain.nn.network import Network
 from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
 from hpctrain.parallel.partition_graph import partition_graph
 from hpctrain.planner.compute_costs import (
     MeasuredCosts,
     RateCosts,
-    SampledCosts,
-    SampledTimes,
     input_key,
     others_key,
     product_key,
-    sampled_rates,
     update_key,
 )
 from hpctrain.planner.machine import Link, LinkSegment, Machine, OperatorClass, OperatorRate
 from hpctrain.planner.operator_times import REACH, OperatorKey, OperatorTimes, Setting, cache_file, interpolated, operator_key
 from hpctrain.planner.operator_work import FactorProduct, OperatorWork, class_of, work_of
 from hpctrain.planner.program_timing import FakeSplitGroup
-from hpctrain.trace.tracer import Category, Tracer
-from tests.support import nets
 
 NETWORK = Network(catalogue.build("resnet20", {"width": 4}), (16, 16, 3), NumpyKernelSet())
 
@@ -433,147 +427,3 @@ def test_products_of_other_depths_follow_from_measured_ones() -> None:
     times.put(product_key(few), 1.0)
     times.put(product_key(many), 2.0)
     assert [costs.product_seconds(product) for product in (few, some, many)] == [1.0, 1.5, 2.0]
-
-
-_PHASES = (Action.FORWARD, Action.PARAMETERS, Action.INPUT)
-
-
-class _ByBatch:
-    """A second for each sample and action; three for one that makes an output again."""
-
-    def seconds(self, step: PlannedStep, action: Action, memory: StepMemory | None = None) -> float:
-        weights = {Action.BEGIN: 0.0, Action.FREE: 0.0, Action.RECOMPUTE: 3.0}
-        return weights.get(action, 1.0) * step.operator.inputs[0].shape[0]
-
-    def product_seconds(self, product: FactorProduct) -> float:
-        return float(product.samples)
-
-    def update_seconds(self, elements: int) -> float:
-        return 0.5 * elements
-
-    def step_seconds(self, input_bytes: int, operators: int) -> float:
-        return 7.0
-
-    def measured_share(self) -> float:
-        return 0.0
-
-
-class _SomeFree(_ByBatch):
-    """Activations cost nothing."""
-
-    def seconds(self, step: PlannedStep, action: Action, memory: StepMemory | None = None) -> float:
-        return 0.0 if "relu" in step.name else super().seconds(step, action, memory)
-
-
-def _residual_plan(batch: int, *, synchronised: bool = False) -> ExecutionPlan:
-    network = Network(nets.residual(synchronised=synchronised), (9, 7, 3), NumpyKernelSet())
-    return compile_graph(network.graph(batch), network.kernels, training=True)
-
-
-def _times(plan: ExecutionPlan) -> SampledTimes:
-    """A time of its own for every phase of every operator."""
-    phases = [(action, plan.steps[k].name) for action, k in (*plan.forward, *plan.backward) if action in _PHASES]
-    return SampledTimes({phase: 0.1 + number for number, phase in enumerate(dict.fromkeys(phases))}, {"loss": 2.0, "sums": 1.0})
-
-
-def _sum(plan: ExecutionPlan, costs: SampledCosts) -> float:
-    return sum(costs.seconds(plan.steps[k], action, plan.memory[k]) for action, k in (*plan.forward, *plan.backward))
-
-
-def test_the_costs_of_the_sampled_plan_add_up_to_its_samples() -> None:
-    plan = _residual_plan(2)
-    plan = replace(plan, backward=(plan.backward[0], (Action.RECOMPUTE, 0), *plan.backward[1:]))
-    times = _times(plan)
-    costs = SampledCosts(plan, times, _ByBatch())
-    assert _sum(plan, costs) == pytest.approx(sum(times.operators.values()))
-    assert costs.step_seconds(100, 10) == 3.0
-    assert costs.measured_share() == pytest.approx(1.0)
-
-
-@pytest.mark.parametrize("further", [-20.0, 0.0, 30.0])
-@pytest.mark.parametrize("synchronised", [False, True])
-def test_further_seconds_of_a_pass_are_spent_in_full(further: float, *, synchronised: bool) -> None:
-    """Alone it finds a share that is given to an operator without cost, or to one that waits, and so is lost."""
-    plan = _residual_plan(2, synchronised=synchronised)
-    sampled = {k for k, step in enumerate(plan.steps) if step.node is None or not getattr(step.node.spec, "synchronised", False)}
-
-    def total(further_seconds: float) -> float:
-        costs = SampledCosts(plan, _times(plan), _SomeFree(), further_seconds)
-        actions = [(action, k) for action, k in (*plan.forward, *plan.backward) if k in sampled]
-        return sum(costs.seconds(plan.steps[k], action, plan.memory[k]) for action, k in actions)
-
-    assert total(further) == pytest.approx(total(0.0) + further)
-    assert 0.0 <= total(-1e9) < total(0.0)
-
-
-def test_a_rank_with_another_size_costs_in_proportion() -> None:
-    plan, larger = _residual_plan(2), _residual_plan(6)
-    costs = SampledCosts(plan, _times(plan), _ByBatch())
-    assert _sum(larger, costs) == pytest.approx(3 * _sum(plan, costs))
-
-
-def test_what_waits_for_others_costs_as_usual_for_the_sampled() -> None:
-    plan = _residual_plan(2, synchronised=True)
-    costs = SampledCosts(plan, SampledTimes(dict.fromkeys(_times(plan).operators, 4.0), {}), _ByBatch())
-    merged = [k for k, step in enumerate(plan.steps) if step.node is not None and getattr(step.node.spec, "synchronised", False)]
-    assert merged
-    before = costs.measured_share()
-    assert before == 0.0
-    for k in merged:
-        assert 0.0 < costs.seconds(plan.steps[k], Action.FORWARD) <= 4.0
-    assert costs.measured_share() == 0.0
-    assert costs.step_seconds(100, 10) == 7.0  # only operators were sampled
-    assert costs.update_seconds(10) == 5.0
-    assert costs.measured_share() == 0.0
-
-
-def test_times_are_medians_by_phase_and_name() -> None:
-    trace = Tracer(100)
-    for length in (1, 9, 2):
-        trace.add(Category.FORWARD, "conv", 10, 10 + length)
-        trace.add(Category.INPUT, "conv", 20, 20 + 2 * length)
-    trace.add(Category.WORK, "loss", 0, 5)
-    trace.add(Category.AVERAGING, "posting and progress", 0, 1000)
-    times = SampledTimes.of(trace.events())
-    assert times.operators == {(Action.FORWARD, "conv"): pytest.approx(2e-9), (Action.INPUT, "conv"): pytest.approx(4e-9)}
-    assert times.others == {"loss": pytest.approx(5e-9)}
-    assert all(isinstance(seconds, float) and np.isfinite(seconds) for seconds in times.operators.values())
-
-
-def test_work_between_steps_is_none_of_a_step() -> None:
-    tracer = Tracer(16)
-    for number, begin in enumerate((0, 100, 200)):
-        tracer.add(Category.WORK, "loss", begin + 10, begin + 15)
-        tracer.add(Category.STEP, "step", begin, begin + 50, "", number)
-        tracer.add(Category.WORK, "checkpoint", begin + 60, begin + 90)
-    tracer.add(Category.WORK, "before", -20, -10)
-    assert SampledTimes.of(tracer.events()).others == {"loss": pytest.approx(5e-9)}
-
-
-def test_rates_are_work_over_time_of_each_class() -> None:
-    plan = _residual_plan(2)
-    works = {
-        (action, plan.steps[k].name): work_of(plan.steps[k], action, plan.memory[k])
-        for action, k in (*plan.forward, *plan.backward)
-        if action in _PHASES
-    }
-    seconds = {OperatorClass.CONVOLUTION: 1e-9, OperatorClass.PRODUCT: 2e-9, OperatorClass.MEMORY: 4e-9}
-    by_class = {
-        phase: seconds[work.kind] * (work.flops if work.kind is not OperatorClass.MEMORY else work.bytes)
-        for phase, work in works.items()
-    }
-    rates = sampled_rates(plan, SampledTimes(by_class, {}))
-    assert rates[OperatorClass.CONVOLUTION].flops_per_second == pytest.approx(1e9)
-    assert rates[OperatorClass.PRODUCT].flops_per_second == pytest.approx(5e8)
-    assert rates[OperatorClass.MEMORY].bytes_per_second == pytest.approx(2.5e8)
-    assert all(rates[kind] == rates[kind.of_dtype("float32")] for kind in OperatorClass)  # also of a class without operators
-
-
-def test_a_class_without_operators_has_the_rate_of_all_others() -> None:
-    plan = _residual_plan(2)
-    times = _times(plan)
-    kinds = {plan.steps[k].name: work_of(plan.steps[k], Action.FORWARD, plan.memory[k]).kind for k in range(len(plan.steps))}
-    convolutions = {phase: value for phase, value in times.operators.items() if kinds[phase[1]] is OperatorClass.CONVOLUTION}
-    rates = sampled_rates(plan, SampledTimes(convolutions, {}))
-    assert rates[OperatorClass.PRODUCT] == rates[OperatorClass.CONVOLUTION]
-    assert all(rate.bytes_per_second > 0 for rate in sampled_rates(plan, SampledTimes({}, {})).values())

@@ -25,7 +25,6 @@ from hpctrain.job.automatic_choice import CHOICE_META, AutomaticChoice, Predicte
 from hpctrain.optim.optimizers import Lars, Sgd
 from hpctrain.parallel.parallel_plan import ParallelPlan
 from hpctrain.planner import calibration, configured_search, machine_file, measurement
-from hpctrain.planner import measurement as machine_here
 from hpctrain.planner.job import AveragerChoice, Candidate
 from hpctrain.planner.machine import Link, LinkSegment, Machine, OperatorClass, OperatorRate
 from hpctrain.planner.measurement import measured_times
@@ -379,14 +378,14 @@ RATES = {kind: OperatorRate(1e9 * (number + 1), 2e9, 1e-6) for number, kind in e
 
 @pytest.mark.slow
 def test_ranks_measure_their_links_and_agree(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine_here, "_HASTE_SECONDS", 0.5)
+    monkeypatch.setattr(calibration, "measure_rates_of", lambda *arguments: RATES)
 
     def program(comm: Communicator) -> Machine:
-        return machine_here.measured_in_haste(comm, lambda before: RATES, 60.0)
+        return measurement.measured(comm, NumpyKernelSet(), 1, 60.0, 0.5)
 
     first, second = run_virtual(2, program)
     assert first == second
-    assert (first.nodes, first.ranks_per_node, first.name) == (1, 2, machine_here.NAME)
+    assert (first.nodes, first.ranks_per_node, first.name) == (1, 2, measurement.NAME)
     assert (first.rates, first.within.segments[0].from_bytes) == (RATES, 0)
     assert first.memory_bytes > 0
     assert first.cores_per_rank > 0

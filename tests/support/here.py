@@ -27,7 +27,6 @@ from hpctrain.comm.progress import ProgressEngine
 from hpctrain.core import log
 from hpctrain.job import session
 from hpctrain.launch.launcher import Launcher
-from hpctrain.planner import measurement
 from hpctrain.runs import directory
 from hpctrain_testing.virtual.communicator import ThreadCommunicator
 from hpctrain_testing.virtual.run import run_virtual, virtual_engine, wait
@@ -49,7 +48,6 @@ def run_here(ranks: int, arguments: Sequence[str], *, env: Mapping[str, str] | N
         stack.enter_context(patch.object(sys, "path", [*sys.path]))
         stack.enter_context(contextlib.chdir(cwd or Path.cwd()))
         stack.enter_context(patch.object(directory, "git_state", dict))  # it starts processes
-        stack.enter_context(patch.object(measurement, "_HASTE_SECONDS", 0.0))  # two sizes of messages are enough
         stack.enter_context(patch.object(SingleCommunicator, "abort", lambda world, code: None))  # it ends this process
         stack.enter_context(_recorded(processes))
         streams = stack.enter_context(_captured())

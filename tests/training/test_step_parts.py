@@ -279,7 +279,7 @@ class _Did(NamedTuple):
         exposed, data, updates = self.polling + self.sleeping, 1.25 * self.loading, self.update + self.late_update
         busy = self.work + self.messages + updates + (0 if of_processor else self.off_core)
         seconds = self.work + self.off_core + self.messages + updates + exposed + data
-        return [seconds, exposed, self.messages, data, updates, busy, self.loading if of_processor else 0, self.polling]
+        return [seconds, exposed, self.messages, data, updates, busy, self.loading if of_processor else 0]
 
 
 _DID = st.builds(_Did, *[st.integers(0, 9)] * 8)
@@ -327,16 +327,16 @@ def test_the_latest_steps_count(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("seconds", "steps"), [(1.0, 10), (0.03125, 16)])
-def test_the_sample_is_ten_steps_or_half_a_second_after_those_of_operators(seconds: float, steps: int) -> None:
-    """The sample is not the whole run, and it lacks the steps in which recording takes time."""
+def test_ten_steps_or_half_a_second_follow_the_sample_of_operators(seconds: float, steps: int) -> None:
+    """They are not the whole run, and they lack the steps in which recording takes time."""
     scene = _Scene()
     times = StepTimes(scene.engine, scene.clock)
     times.before_epoch(Position())
     for number in range(6 + 5 + 40):
         scene.work(seconds if 11 <= number < 11 + steps else 7 * seconds)
         times.after_step(Position(), usual=True)
-        assert (times.sampled() is None) == (number < 11)
-    assert times.sampled() == _step(seconds, 0.0, steps)
+        assert (times.after_sample() is None) == (number < 11)
+    assert times.after_sample() == _step(seconds, 0.0, steps)
 
 
 @pytest.mark.parametrize(("first", "later", "steps"), [(30, 30, 60), (30, 31, 31), (5, 19, 24), (5, 20, 20)])
@@ -349,20 +349,13 @@ def test_later_epochs_count_alone_if_they_have_most_steps(first: int, later: int
         for _ in range(of_epoch):
             scene.work(seconds)
             times.after_step(Position(), usual=True)
-    measured, sampled, sampled_first = times.measured(), times.sampled(), times.sampled_first()
+    measured, after_sample = times.measured(), times.after_sample()
     assert measured is not None
-    assert sampled is not None
-    assert sampled_first is not None
+    assert after_sample is not None
     assert measured.steps == steps
     if steps == later:
-        assert (measured, sampled.seconds) == (_step(2.0, 0.0, steps), 2.0)
-    assert sampled_first.seconds == (8.0 if first > 5 else 2.0)
-
-
-def test_the_processor_time_of_other_threads_counts_on_shared_cores_only() -> None:
-    step = MeasuredStep(10.0, 1.0, 40, data_seconds=3.0, busy_seconds=5.0, others_seconds=2.0)
-    assert (step.core_seconds(shares_cores=False), step.late_data_seconds(shares_cores=False)) == (5.0, 3.0)
-    assert (step.core_seconds(shares_cores=True), step.late_data_seconds(shares_cores=True)) == (7.0, 1.0)
+        assert measured == _step(2.0, 0.0, steps)
+    assert after_sample.seconds == (8.0 if first > 5 else 2.0)
 
 
 def _run(limit: TimeLimit, clock: _Clock, step: float, checkpoint: float, every: int = 0, steps: int = 100_000) -> float:
@@ -577,7 +570,7 @@ def _trained(comm: ThreadCommunicator, sample_of: Callable[[Replica], OperatorSa
     if sample is None:
         return parameters, None
     assert sample.complete
-    events = sample.events()
+    events = sample._trace.events()
     hooks = events.of(Category.AVERAGING)
     recorded = int((events.stop_ns - events.start_ns).sum() - (hooks.stop_ns - hooks.start_ns).sum())
     operators = sample.operator_seconds()

@@ -91,7 +91,6 @@ class SimulatedProcess:
         queues: queues of operations, in the order of polls.
         group_of: communicator of each queue.
         awaited: operation for which the process waits; None: it does not wait.
-        busy_seconds: processor time of the program so far, outside of waits and in updates.
     """
 
     def __init__(self, place: SimulatedPlace, world: SimulatedWorld, progress: ProgressMode, slow: float = 1.0) -> None:
@@ -100,7 +99,6 @@ class SimulatedProcess:
         self.queues: list[OperationQueue] = []
         self.group_of: dict[OperationQueue, SimulatedGroup] = {}
         self.awaited: Posted | None = None
-        self.busy_seconds = 0.0
         self._loop, self._cores, self._card = world.loop, world.cores(place), world.card(place)
         self._memory = SharedResource(world.loop, 1.0)  # for copies of this rank
         self._program: Iterator[None] = iter(())
@@ -132,8 +130,6 @@ class SimulatedProcess:
         attended = self._attention.attends
         if attended:
             self._end_wait()
-        else:
-            self.busy_seconds += seconds
         self._cores.run(seconds, self.place.node_ranks, self.resume)
         yield
         if attended:
@@ -213,8 +209,6 @@ class SimulatedProcess:
     def update(self, seconds: float, parameter: str) -> Stretch:
         """Run an update of the optimiser."""
         begin = self._loop.now
-        if self._attention.attends:
-            self.busy_seconds += max(0.0, seconds) * self._slow
         yield from self.work(seconds)
         if seconds > 0:
             self.recorder.add(Category.UPDATE, parameter, begin, self._loop.now)

@@ -49,7 +49,6 @@ class StepTasks:
 
     Attributes:
         step_seconds: time of the counted step.
-        busy_seconds: processor time of the program in the counted step, outside of waits and in updates.
     """
 
     def __init__(
@@ -81,13 +80,13 @@ class StepTasks:
             EndBackward: self._end_backward,
             StepMessage: self._step_message,
         }
-        self.step_seconds = self.busy_seconds = 0.0
+        self.step_seconds = 0.0
 
     def program(self) -> Stretch:
         """Run all steps, one after another."""
         process, recorder, last = self._process, self._process.recorder, self._options.steps - 1
         for number in range(self._options.steps + 1):
-            begin, busy_before = self._loop.now, process.busy_seconds
+            begin = self._loop.now
             if number == last:
                 recorder.begin()
             for queues in self._queues.values():
@@ -96,7 +95,7 @@ class StepTasks:
             yield from self._run(process.place.rank_class.tasks)
             recorder.add(Category.STEP, "step", begin, self._loop.now, "", number)
             if number == last:
-                self.step_seconds, self.busy_seconds = self._loop.now - begin, process.busy_seconds - busy_before
+                self.step_seconds = self._loop.now - begin
                 recorder.end(self._loop.now)
                 self._counted()
 
@@ -259,10 +258,7 @@ class _Simulation:
         events = [process.recorder.events() for process in self._processes]
         tables = [table for recorded in events if (table := tabulate(recorded, skip=0)) is not None]
         table = merge(tables, {}, [place.ranks for place in self._places])
-        busy_seconds = next(
-            steps.busy_seconds for steps, place in zip(self._steps, self._places, strict=True) if place.first_rank == 0
-        )
-        return SimulatedStep(max(steps.step_seconds for steps in self._steps), table, self._by_name(events), busy_seconds)
+        return SimulatedStep(max(steps.step_seconds for steps in self._steps), table, self._by_name(events))
 
     def _groups_of(self, place: SimulatedPlace) -> dict[str, GroupTasks]:
         groups = self._program.groups.items()
