@@ -25,6 +25,7 @@ from hpctrain.launch.launcher import Launcher, detect
 if TYPE_CHECKING:
     from hpctrain.config.schema import Config
     from hpctrain.core.yaml_source import KeyPath, Source
+    from hpctrain.runs.directory import RunDirectory
 
 
 class FilePath(click.Path):
@@ -138,14 +139,22 @@ PASS_STYLE = click.option(
 RUNS = Path("runs")
 
 
-def newest_runs(count: int = 1, directory: Path = RUNS, *, trained: bool = False) -> list[Path]:
+def newest_runs(
+    count: int = 1, directory: Path = RUNS, *, trained: bool = False, prefers: Callable[[RunDirectory], bool] | None = None
+) -> list[Path]:
     """Return the newest `count` runs in a directory, oldest first: the default of commands that read runs.
 
-    Print the choice on stderr if there are runs of other names. Arguments and errors are those of `directory.newest_runs`.
+    Print the choice on stderr if there are runs of other names. Other arguments and errors are those of `directory.newest_runs`.
+
+    Args:
+        prefers: whether a run is preferred to newer ones; None: the newest is returned.
     """
     from hpctrain.runs import directory as found
 
     newest = [run.path for run in found.newest_runs(directory, count, trained=trained)]
+    if prefers is not None:
+        readable = (run.open() for run in found.listed_runs(directory, None) if run.fault is None)
+        newest = [next((run.path for run in readable if prefers(run)), newest[0])]
     if (note := found.choice_note(directory, newest[-1])) and not detect(os.environ).rank:
         echo(note, err=True)
     return newest

@@ -499,10 +499,15 @@ class ListedRun:
         return RunDirectory(self.path)
 
     def may_be(self, name: str) -> bool:
-        """Return whether the run has a name. A run without a readable name has those that directories record; or any."""
+        """Return whether the run may have a name. Without a readable name, the names in those of its directory are possible.
+
+        Any name is possible if there are none, or if a resume has changed the configuration.
+        """
+        if self.name is not None:
+            return self.name == name
         directories = (self.path.name, "" if self.marker is None else self.marker.directory)
-        names = [match[1] for match in map(_STAMPED.fullmatch, directories) if match] if self.name is None else [self.name]
-        return name in names or not names
+        names = [match[1] for match in map(_STAMPED.fullmatch, directories) if match]
+        return name in names or not names or any(self.path.glob("config-*.yaml"))
 
 
 def listed_runs(output: Path, name: str | None) -> list[ListedRun]:

@@ -29,12 +29,12 @@ from hpctrain.runs.directory import (
     git_state,
     latest,
     restore_files,
-    resumable,
+    run_of,
     runs,
     small_files,
     software_versions,
 )
-from hpctrain.runs.owner import Contender, Owner, Ownership, is_run, living_owner, owned, owners, run_of, was_owned_by_job
+from hpctrain.runs.owner import Contender, Owner, Ownership, living_owner, owned, owners, was_owned_by_job
 from hpctrain.storage.checkpoint import CheckpointContent, checkpoint_path, write
 from tests.support.runs import make_run
 
@@ -80,14 +80,18 @@ def test_create_and_open(tmp_path):
         RunDirectory.open(tmp_path)
 
 
-def test_a_run_of_another_version_is_refused_and_not_listed(tmp_path):
+def test_a_run_of_another_version_is_refused_and_never_passed_over(tmp_path):
     """A run of a later release must not be resumed, which would cut its records."""
+    create(tmp_path)
     run = create(tmp_path)
     marker = run.path / "run.json"
     marker.write_text(marker.read_text().replace('"format_version": 1', '"format_version": 2'))
-    with pytest.raises(CheckpointError, match="has format version 2, but this hpctrain reads version 1; use the hpctrain that"):
-        RunDirectory.open(run.path)
-    assert (is_run(run.path), list(runs(tmp_path, "quickstart"))) == (False, [])
+    for search in (lambda: RunDirectory.open(run.path), lambda: latest(tmp_path, "quickstart"), lambda: latest(tmp_path, None)):
+        with pytest.raises(
+            CheckpointError, match="has format version 2, but this hpctrain reads version 1; use the hpctrain that"
+        ):
+            search()
+    assert latest(tmp_path, "another") is None
 
 
 @pytest.mark.parametrize(("word", "found"), [("frist", "first"), ("fisrt-20261126", "first"), ("zebra", "")])
@@ -131,7 +135,7 @@ def test_small_files_come_back_where_the_directory_was_removed(tmp_path):
     shutil.rmtree(run.path)
     write(checkpoint_path(run.checkpoints, 3), CheckpointContent({"parameters/a": np.ones(3)}, {}))
     restore_files(run, files)
-    assert (resumable(tmp_path, "quickstart")[0], small_files(run)) == (checkpoint_path(run.checkpoints, 3), files)
+    assert (latest(tmp_path, "quickstart"), small_files(run)) == (run, files)
     (run.path / "config.yaml").write_text("name: changed\n")
     restore_files(run, files)
     assert run.config() == "name: changed\n"
@@ -150,17 +154,6 @@ def test_latest_goes_by_time_and_name(tmp_path):
         "net-20231231-235959",
     ]
     assert latest(tmp_path, "net-wide").path.name == "net-wide-20300101-000000"
-
-
-def test_resumable_is_the_newest_run_with_a_valid_checkpoint(tmp_path):
-    assert resumable(tmp_path, "net") is None
-    at(tmp_path, "net-20240101-000000", 7, 9)
-    damaged = at(tmp_path, "net-20240102-000000", 25)
-    checkpoint_path(damaged.checkpoints, 25).write_bytes(b"half")
-    at(tmp_path, "net-20240103-000000")
-    path, content = resumable(tmp_path, "net")
-    assert path == checkpoint_path(tmp_path / "net-20240101-000000" / "checkpoints", 9)
-    assert np.array_equal(content.tensors["parameters/a"], np.ones(3))
 
 
 def test_a_run_is_known_by_the_name_in_its_configuration(tmp_path):
