@@ -57,13 +57,11 @@ class _Candidates:
     """Checkpoints that a source may refer to, in the order in which they are tried.
 
     Attributes:
-        named: whether the source names a single checkpoint, so that no other may replace it.
-        refusal: error message if no checkpoint is intact; None if this is not an error.
+        refusal: error message if no checkpoint is intact; None if the source names a single checkpoint, or if there is none.
     """
 
     paths: tuple[Path, ...]
-    named: bool
-    refusal: str | None
+    refusal: str | None = None
 
 
 def find_checkpoint(
@@ -94,7 +92,7 @@ def find_checkpoint(
         try:
             return path, read_together(world, path)
         except CheckpointError as error:
-            if candidates.named:
+            if candidates.refusal is None:
                 raise
             if world.rank == 0:
                 _log.warning("Skipping a checkpoint. %s", error)
@@ -151,9 +149,9 @@ def _manifest(path: Path) -> tuple[Sequence[ShardFacts], Mapping[str, object]]:
 
 def _candidates(output: str, name: str, source: str) -> _Candidates:
     if source == BEST:
-        return _Candidates((directory.find_best(Path(output), name),), True, None)
+        return _Candidates((directory.find_best(Path(output), name),))
     if source != AUTO and (Path(source).is_file() or checkpoint.is_sharded(Path(source))):
-        return _Candidates((Path(source),), True, None)
+        return _Candidates((Path(source),))
     job = own_job(os.environ)
     # A requeued job continues with its own run, even if a newer run of this name exists.
     listed = listed_runs(Path(output), name) if source == AUTO else []
@@ -161,8 +159,8 @@ def _candidates(output: str, name: str, source: str) -> _Candidates:
     for run in by_owner if source == AUTO else [named_run(source)]:
         if (paths := _newest_first(run)) or source != AUTO:
             refusal = f"The run {run.path} has no intact checkpoint; start a new training without --resume."
-            return _Candidates(paths, False, refusal)
-    return _Candidates((), False, None)
+            return _Candidates(paths, refusal)
+    return _Candidates(())
 
 
 def _newest_first(run: RunDirectory) -> tuple[Path, ...]:

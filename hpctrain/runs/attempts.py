@@ -61,7 +61,7 @@ class RunTraces:
         supervisor and may be alive.
         """
         for run in listed_runs(self._output, self._name):
-            with suppress(CheckpointError, RunOwnedError):
+            with suppress(CheckpointError, RunOwnedError, OSError):
                 last = next(reversed(owners(run.path)), None)
                 if last is None or last.supervisor == self._supervisor or (not last.supervisor and not living_owner(run.path)):
                     yield run.open()

@@ -136,8 +136,7 @@ class RunDirectory:
         Every call creates a different directory.
 
         Raises:
-            ConfigError: `name` is not a plain file name, the configuration is too long to be read again, or the directory cannot
-                be created.
+            ConfigError: `name` is not a plain file name, `config` is too long, or the directory cannot be created.
         """
         _check_length(config)
         if not _LEGAL_NAME.fullmatch(name):
@@ -266,8 +265,7 @@ class RunDirectory:
         Configurations that were stored at this step or later are removed. Files that no run wrote are kept.
 
         Raises:
-            ConfigError: the configuration is too long to be read again.
-            CheckpointError: the directory cannot be written.
+            ConfigError, CheckpointError: `config` is too long, or the directory cannot be written.
         """
         _check_length(config)
         dated = ((_EARLIER.fullmatch(path.name), path) for path in self.path.iterdir())
@@ -511,9 +509,9 @@ class ListedRun:
 
 
 def listed_runs(output: Path, name: str | None) -> list[ListedRun]:
-    """Return all runs below `output`, newest first in the order of their markers; runs without a readable marker come first.
+    """Return all runs below `output`, newest first in the order of their markers; those without a readable one come first.
 
-    Of copies of one run, only the one in a directory of the original's name is returned.
+    Of the copies of a run, only that in a directory of the original's name is returned.
 
     Args:
         name: name in the configuration of the runs; None: any name.
@@ -581,21 +579,13 @@ def is_run(path: Path) -> bool:
 
 
 def run_of(path: Path) -> Path | None:
-    """Return `path` if it is a run directory, or the run of a directory of checkpoints; None if there is no run.
-
-    Raises:
-        CheckpointError: as for `is_run`.
-    """
+    """Return `path` if it is a run directory, or the run of a directory of checkpoints; None if there is no run; see `is_run`."""
     place = path.parent if path.name == "checkpoints" else path
     return place if is_run(place) else None
 
 
 def runs(output: Path, name: str | None) -> Iterator[RunDirectory]:
-    """Yield all runs below `output`, newest first; see `listed_runs`.
-
-    Raises:
-        CheckpointError: the next run cannot be read.
-    """
+    """Yield all runs below `output`, newest first, or raise if the next one cannot be read; see `listed_runs`."""
     return (run.open() for run in listed_runs(output, name))
 
 
@@ -641,11 +631,7 @@ def run_of_checkpoint(path: Path, meta: Mapping[str, object]) -> RunDirectory | 
 
 
 def _name_in(path: Path) -> str | None:
-    """Return the name in a run's configuration; None if it has none. Only this line is parsed, because there may be many runs.
-
-    Raises:
-        CheckpointError: the configuration cannot be read.
-    """
+    """Return the name in a run's configuration; None if it has none. Only this line is parsed, because there may be many runs."""
     try:
         line = _NAME.search(read_text(path, TEXT_BYTES))
         return None if line is None else str(yaml.safe_load(line[0])["name"])

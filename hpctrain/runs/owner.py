@@ -206,13 +206,9 @@ def living_owner(run: Path) -> Owner | None:
     The call does not wait for a sign of life, so the returned owner may be dead.
 
     Raises:
-        RunOwnedError: the record of the owner cannot be read.
-        CheckpointError: the records cannot be listed.
+        RunOwnedError, OSError: the record of the owner cannot be read, or records cannot be listed.
     """
-    try:
-        record = _latest(run, _numbers(run))
-    except OSError as error:
-        raise unreadable(run / FOLDER, error) from error
+    record = _latest(run, _numbers(run))
     over = record is None or record.released or _process_lives(record) is False
     return None if record is None or over else record.owner
 
@@ -380,7 +376,7 @@ class Ownership(Claim):
         self._thread.start()
 
     def require(self) -> None:
-        """Raise unless this process still owns the run; see `Claim.require`."""
+        """Raise unless this process still owns the run."""
         if self._ended.is_set():
             raise RunOwnedError(f"The run {self.run} was released by this process and is no longer written to.")
         super().require()
@@ -457,11 +453,7 @@ def _path(run: Path, number: int) -> Path:
 
 
 def _numbers(run: Path) -> list[int]:
-    """Return the numbers of all records, in order.
-
-    Raises:
-        OSError: the records cannot be listed.
-    """
+    """Return the numbers of all records, in order; raise OSError if they cannot be listed."""
     try:
         names = os.listdir(run / FOLDER)
     except (FileNotFoundError, NotADirectoryError):
@@ -479,11 +471,7 @@ def _latest(run: Path, numbers: Sequence[int]) -> _Record | None:
 
 
 def _read(run: Path, number: int) -> _Record | None:
-    """Return a record, which may be damaged; None if it has been deleted.
-
-    Raises:
-        RunOwnedError: the record cannot be read, so its owner may be alive.
-    """
+    """Return a record, which may be damaged; None if it has been deleted. If it cannot be read, its owner may be alive: raise."""
     try:
         # Some file systems return an outdated status for a file that is not open.
         with open(_path(run, number), "rb") as file:

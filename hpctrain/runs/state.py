@@ -222,7 +222,7 @@ class RunReader:
 def trains(run: RunDirectory) -> bool:
     """Return whether a run is training, as far as this machine can see."""
     with suppress(CheckpointError):
-        with suppress(RunOwnedError):  # an owner whose record cannot be read may be alive
+        with suppress(RunOwnedError, OSError):  # an owner whose record cannot be read may be alive
             if living_owner(run.path) is None:
                 return False
         return RunReader(run).read(time.time()).end is None

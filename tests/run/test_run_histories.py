@@ -9,15 +9,12 @@ from __future__ import annotations
 import os
 import random
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 
 from hpctrain.comm.base import SingleCommunicator
 from hpctrain.core.errors import CheckpointError
@@ -28,9 +25,9 @@ from hpctrain.runs.directory import RunDirectory, latest, newest_runs, runs
 from hpctrain.storage import checkpoint
 from hpctrain.storage.checkpoint import CheckpointContent, checkpoint_path
 from tests.support.sampling import amount
+from tests.support.users import as_nobody
 
 NAMES = ("net", "net-wide", "tiny")
-_NOBODY = 65534
 _LONG = "# " + "x" * 300_000 + "\n"
 
 
@@ -206,22 +203,6 @@ def check(history: History, search: str, found: object, name: str | None, *, tra
     assert found == (None if expected is None else expected.path), told
 
 
-@contextmanager
-def as_nobody() -> Iterator[None]:
-    """Run a block without root's permissions, and without what is known of files."""
-    owner._read_marker.cache_clear()
-    checkpoint._read_sequence_and_run.cache_clear()
-    user = os.geteuid()
-    for encoding in ("utf-16-le", "utf-16-be", "utf-32-le", "utf-32-be"):  # modules of root's Python, which `json` imports
-        "".encode(encoding)
-    if user == 0:
-        os.seteuid(_NOBODY)
-    try:
-        yield
-    finally:
-        os.seteuid(user)
-
-
 def searched(search: Callable[[], Any]) -> Any:
     """Return the directory that a search finds, its error, or None."""
     try:
@@ -249,15 +230,6 @@ def searches(output: Path, name: str) -> Iterator[tuple[str, str | None, bool, C
         False,
         lambda: newest_runs(output, 2)[1].path if len(list(runs(output, None))) > 1 else newest_runs(output)[0].path,
     )
-
-
-@pytest.fixture
-def place() -> Iterator[Path]:
-    """Directory that every user can read."""
-    path = Path(tempfile.mkdtemp())
-    path.chmod(0o755)
-    yield path
-    shutil.rmtree(path)
 
 
 def test_a_search_finds_the_newest_run_of_its_name_or_says_why_not(place: Path) -> None:

@@ -34,9 +34,10 @@ from hpctrain.runs.directory import (
     small_files,
     software_versions,
 )
-from hpctrain.runs.owner import Contender, Owner, Ownership, living_owner, owned, owners, was_owned_by_job
+from hpctrain.runs.owner import Claim, Contender, Owner, Ownership, living_owner, owned, owners, was_owned_by_job
 from hpctrain.storage.checkpoint import CheckpointContent, checkpoint_path, write
 from tests.support.runs import make_run
+from tests.support.users import as_nobody
 
 CONFIG = "model:\n  name: small\nname: quickstart\noutput: runs\n"
 
@@ -458,6 +459,42 @@ def test_an_owner_shows_signs_of_life_and_writes_nothing_once_it_is_taken_for_de
     put(tmp_path, ELSEWHERE, 2)
     with pytest.raises(RunOwnedError, match="was taken over by hpctrain train, process 7 on n1"):
         ownership.require()
+    ownership.release()
+
+
+@pytest.mark.parametrize("hidden", ["owners/owner-00001.jsonl", "owners"])
+def test_an_owner_that_cannot_be_seen_is_not_taken_for_dead(place: Path, hidden: str) -> None:
+    """The record of a colleague may be unreadable; the job is refused at once, and the owner keeps the run."""
+    put(place, ELSEWHERE)
+    for path in (place, place / "owners"):
+        path.chmod(0o777)
+    (place / hidden).chmod(0)
+    with as_nobody(), pytest.raises((RunOwnedError, PermissionError)) as caught:
+        last(Contender(place, "another", clock=Clock()), 200)
+    assert hidden in f"{caught.value}"
+    assert os.listdir(place / "owners") == ["owner-00001.jsonl"]
+
+
+def test_a_sign_of_life_that_cannot_be_written_is_reported(tmp_path: Path, monkeypatch, caplog) -> None:
+    """Otherwise the next job would take the run over, and nothing would say why."""
+    monkeypatch.setattr(run_owner, "BEAT_SECONDS", 0.01)
+    ownership = Contender(tmp_path, "first").attempt()
+    path = run_owner._path(tmp_path, 1)
+    path.unlink()
+    path.mkdir()
+    ownership._thread.join(0.1)
+    ownership.release()
+    assert "Cannot write the sign of life of the owner (Is a directory)" in caplog.text
+
+
+def test_every_rank_knows_that_the_run_was_taken_over(tmp_path: Path) -> None:
+    """A rank other than 0 writes its shard only while its job owns the run."""
+    ownership = Contender(tmp_path, "first").attempt()
+    claim = Claim(tmp_path, ownership.owner)
+    claim.require()
+    put(tmp_path, ELSEWHERE, 2)
+    with pytest.raises(RunOwnedError, match="was taken over by hpctrain train, process 7 on n1"):
+        claim.require()
     ownership.release()
 
 
