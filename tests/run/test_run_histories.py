@@ -26,6 +26,7 @@ from hpctrain.storage import checkpoint
 from hpctrain.storage.checkpoint import CheckpointContent, checkpoint_path
 from tests.support.sampling import amount
 from tests.support.users import as_nobody
+from tests.support.users import place as place
 
 NAMES = ("net", "net-wide", "tiny")
 _LONG = "# " + "x" * 300_000 + "\n"
@@ -104,7 +105,7 @@ class History:
             [f"old-{stamp}", f"save-{stamp}", f"{stamp}-2", "backup", f"0-{stamp}", f"{stamp}.bak"]
         )
         if not path.exists():
-            shutil.copytree(run.path, path, copy_function=self._draw.choice([shutil.copy, shutil.copy2]))
+            shutil.copytree(run.path, path, symlinks=True)
             self.copies.append((run, path))
             self._mark_doubt(run)
             self._tell("copy", path)

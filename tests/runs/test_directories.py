@@ -38,6 +38,7 @@ from hpctrain.runs.owner import Claim, Contender, Owner, Ownership, living_owner
 from hpctrain.storage.checkpoint import CheckpointContent, checkpoint_path, write
 from tests.support.runs import make_run
 from tests.support.users import as_nobody
+from tests.support.users import place as place
 
 CONFIG = "model:\n  name: small\nname: quickstart\noutput: runs\n"
 
