@@ -510,9 +510,7 @@ def shards(
             publish(growing, path, facts, whole_meta)
         written()
 
-    def discard() -> None:
-        shutil.rmtree(growing, ignore_errors=True)
-
+    discard = partial(shutil.rmtree, growing, ignore_errors=True) if rank == 0 else _nothing
     return Writing(position.global_step, path, own, publish_all, discard)
 
 

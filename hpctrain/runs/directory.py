@@ -497,15 +497,16 @@ class ListedRun:
         return RunDirectory(self.path)
 
     def may_be(self, name: str) -> bool:
-        """Return whether the run may have a name. Without a readable name, the names in those of its directory are possible.
+        """Return whether the run may have a name. Without a readable name, it is that of the directory in which the run began.
 
-        Any name is possible if there are none, or if a resume has changed the configuration.
+        Any name is possible if this is unknown, or if a resume has changed the configuration.
         """
         if self.name is not None:
             return self.name == name
-        directories = (self.path.name, "" if self.marker is None else self.marker.directory)
-        names = [match[1] for match in map(_STAMPED.fullmatch, directories) if match]
-        return name in names or not names or any(self.path.glob("config-*.yaml"))
+        closed = not os.access(self.path, os.X_OK, effective_ids=True)
+        began = self.path.name if closed else "" if self.marker is None else self.marker.directory
+        match = _STAMPED.fullmatch(began)
+        return match is None or match[1] == name or any(self.path.glob("config-*.yaml"))
 
 
 def listed_runs(output: Path, name: str | None) -> list[ListedRun]:
@@ -547,9 +548,12 @@ def _listed(path: Path) -> ListedRun | None:
         marker = marker_of(path)
         if not is_run(path):
             return None
-        name = _name_in(path / "config.yaml")
     except CheckpointError as error:
         fault = error
+    try:
+        name = _name_in(path / "config.yaml")
+    except CheckpointError as error:
+        fault = fault or error
     return ListedRun(path, name, marker, fault)
 
 

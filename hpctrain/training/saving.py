@@ -98,14 +98,14 @@ class Writing:
             nothing.
         publish: function that makes the checkpoint visible, called on rank 0 with the results of `own` on all ranks; None: the
             checkpoint is visible once `own` has returned.
-        discard: function that deletes all parts of a checkpoint that is given up, called on rank 0; None: nothing is left.
+        discard: function that deletes what is left of a checkpoint that is given up.
     """
 
     step: int
     path: Path
     own: Callable[[], Any] | None
     publish: Callable[[Sequence[Any]], None] | None = None
-    discard: Callable[[], None] | None = None
+    discard: Callable[[], object] = lambda: None
 
 
 @dataclass(frozen=True)
@@ -348,13 +348,9 @@ class Saver:
         self._start((lambda: publish(results)) if self._world.rank == 0 else None)
 
     def _release(self, *, given_up: bool = False) -> None:
-        """Release the copies of tensors, because the next checkpoint needs as much memory.
-
-        Args:
-            given_up: whether no rank will write to the checkpoint any more, although it is not complete.
-        """
-        if given_up:
-            _discard(self._world, self._writing)
+        """Release the copies of tensors, because the next checkpoint needs as much memory; discard a checkpoint `given_up`."""
+        if given_up and self._writing is not None:
+            self._writing.discard()
         self._writing = self._work = None
 
     def _report_failures(self, writing: Writing, states: Sequence[_State]) -> None:
@@ -394,14 +390,8 @@ def _write_now(world: Communicator, writing: Writing) -> None:
             results = world.allgather_object(result)
             raise_on_all_ranks(world, (lambda: publish(results)) if world.rank == 0 else _nothing)
     except (CheckpointError, RunOwnedError):  # the same on all ranks
-        _discard(world, writing)
-        raise
-
-
-def _discard(world: Communicator, writing: Writing | None) -> None:
-    """Delete the parts of a checkpoint that is given up, on rank 0."""
-    if writing is not None and writing.discard is not None and world.rank == 0:
         writing.discard()
+        raise
 
 
 def _require(missing: str | None) -> None:

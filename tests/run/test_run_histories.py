@@ -112,7 +112,7 @@ class History:
 
     def _move(self) -> None:
         run = self._draw.choice(self.truth)
-        run.path = run.path.rename(self.output / f"best{len(self.told)}")
+        run.path = run.path.rename(self.output / f"best{len(self.told)}{self._draw.choice(['', '-20200101-000000'])}")
         self._mark_doubt(run)
         self._tell("moved to", run.path)
 
