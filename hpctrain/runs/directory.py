@@ -576,7 +576,7 @@ def is_run(path: Path) -> bool:
     Raises:
         CheckpointError: the directory is that of a run, but its files are missing, cannot be read or have another version.
     """
-    lacking = MARKER if marker_of(path) is None else "" if (path / "config.yaml").is_file() else "config.yaml"
+    lacking = MARKER if marker_of(path) is None else "" if os.path.lexists(path / "config.yaml") else "config.yaml"
     if lacking and stored_checkpoints(path / "checkpoints"):
         raise unreadable(path / lacking, "it is missing")
     return not lacking

@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.core.errors import CheckpointError, RunOwnedError
-from hpctrain.core.files import json_object, read_bytes
+from hpctrain.core.files import json_object, read_bytes, require_regular
 from hpctrain.core.log import get_logger
 from hpctrain.launch import processes
 from hpctrain.launch.processes import ProcessMark
@@ -473,6 +473,7 @@ def _latest(run: Path, numbers: Sequence[int]) -> _Record | None:
 def _read(run: Path, number: int) -> _Record | None:
     """Return a record, which may be damaged; None if it has been deleted. If it cannot be read, its owner may be alive: raise."""
     try:
+        require_regular(_path(run, number))
         # Some file systems return an outdated status for a file that is not open.
         with open(_path(run, number), "rb") as file:
             inode, text = os.fstat(file.fileno()).st_ino, file.read(1 << 16)
