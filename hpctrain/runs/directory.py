@@ -540,14 +540,20 @@ def listed_runs(output: Path, name: str | None) -> list[ListedRun]:
 
 
 def _listed(path: Path) -> ListedRun | None:
-    """Return the description of a directory; None if it is not that of a run."""
+    """Return the description of a directory; None if it is that of another program, or of a start that was killed.
+
+    A start writes the marker, then config.yaml, then checkpoints.
+    """
     marker, name, fault = None, None, None
     if _STAMPED.fullmatch(path.name) is None and not os.access(path, os.X_OK, effective_ids=True):
         return None  # a file, or a private directory that does not have the name of a run
     try:
         marker = marker_of(path)
+        lacking = MARKER if marker is None else "config.yaml"
         if not is_run(path):
-            return None
+            if os.path.lexists(path / lacking) or not stored_checkpoints(path / "checkpoints"):
+                return None
+            raise unreadable(path / lacking, "it is missing")
     except CheckpointError as error:
         fault = error
     try:
@@ -568,18 +574,8 @@ def _original(copies: Sequence[ListedRun]) -> ListedRun:
 
 
 def is_run(path: Path) -> bool:
-    """Return whether a directory is that of a run.
-
-    A start writes the marker, then config.yaml, then checkpoints. A directory that lacks a marker or config.yaml is that of
-    another program, or of a start that was killed, unless it has checkpoints.
-
-    Raises:
-        CheckpointError: the directory is that of a run, but its files are missing, cannot be read or have another version.
-    """
-    lacking = MARKER if marker_of(path) is None else "" if os.path.lexists(path / "config.yaml") else "config.yaml"
-    if lacking and stored_checkpoints(path / "checkpoints"):
-        raise unreadable(path / lacking, "it is missing")
-    return not lacking
+    """Return whether a directory is proven to be that of a run, by its marker; raise if the marker cannot be read."""
+    return os.path.lexists(path / "config.yaml") and marker_of(path) is not None
 
 
 def run_of(path: Path) -> Path | None:
