@@ -159,7 +159,7 @@ class History:
 
     def _forbid(self) -> None:
         run = self._draw.choice(self.truth)
-        names = ["run.json", "config.yaml", "checkpoints", *([] if run.path.name.startswith("best") else ["."])]
+        names = ["run.json", "config.yaml", "checkpoints", *(["."] if run.path.name.startswith(f"{run.name}-20") else [])]
         path = run.path / self._draw.choice(names)
         self._tell("forbidden", path)
         if path.exists() and not path.is_symlink():
