@@ -23,7 +23,7 @@ import numpy as np
 
 from hpctrain.averaging.sixteen_bits import Rounding
 from hpctrain.averaging.slicing import INDEX_BYTES, Compression, Slice, layer_slices
-from hpctrain.core.errors import CheckpointError
+from hpctrain.core.errors import CheckpointError, errors_as
 from hpctrain.nn.parameter import GroupLayout
 
 #: attribute of a slice -> its key in stored schedules
@@ -129,7 +129,8 @@ class CollectiveSchedule:
         Raises:
             CheckpointError: the text is not a schedule.
         """
-        try:
+        advice = "delete it, and the next run measures it again"
+        with errors_as(CheckpointError, lambda why: f"Cannot read a stored schedule ({why}); {advice}."):
             values: dict[str, Any] = json.loads(text)
             slices = tuple(map(_stored_slice, values.pop("slices")))
             rounding = Rounding(**values.pop("rounding")) if "rounding" in values else None
@@ -137,10 +138,6 @@ class CollectiveSchedule:
                 Operation(OperationKind(item["kind"]), item["slice"], Stream(item["stream"])) for item in values.pop("operations")
             )
             return CollectiveSchedule(slices=slices, operations=operations, rounding=rounding, **values)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CheckpointError(
-                f"Cannot read a stored schedule ({error!r}); delete it, and the next run measures it again."
-            ) from error
 
     def text(self, operation: Operation) -> str:
         """Return the name of an operation and its slice, for messages and traces."""

@@ -32,6 +32,7 @@ from hpctrain.core.text import sentence as sentence_of
 from hpctrain.flight.start_records import hint
 from hpctrain.launch import process_end
 from hpctrain.launch.launcher import EXPECT_RANKS, detect, environment_fault, place_of
+from hpctrain.launch.process_start import STANDARD_OUTPUT
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 
@@ -52,12 +53,22 @@ Failed = Callable[[str, Sequence[int]], None]
 
 # Error numbers that are reported even without a file name, as for a write to an open file.
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+# Error numbers of os.getcwd, the only call that looks for a directory without a name.
+_GONE = (errno.ENOENT, errno.ESTALE)
 
 
 class Commands(click.Group):
     """Group of commands. An error that the user can fix ends the command with sentences on standard error and exit code 2."""
 
     group_class = type  # subgroups have the same class
+
+    def main(self, *arguments: Any, **options: Any) -> Any:
+        """Run the command line, and write all that it printed."""
+        with user_errors_end_in_sentences():
+            try:
+                return super().main(*arguments, **options)
+            finally:
+                sys.stdout.flush()
 
     def invoke(self, ctx: click.Context) -> Any:
         with user_errors_end_in_sentences():
@@ -190,6 +201,8 @@ def user_errors_end_in_sentences(
     try:
         yield
     except Exception as error:
+        if isinstance(error, BrokenPipeError) and error.filename == STANDARD_OUTPUT:  # as in `hpctrain list models | head`
+            _leave(abort, BUG)
         sentences = _sentences(error)
         if not sentences:
             raise
@@ -247,9 +260,6 @@ def job_ends_on_error(
         log.tee(sentence, last=True)
         _say(sentence, None)
         _leave(abort, USER_ERROR)
-    except BrokenPipeError:  # as in `hpctrain train ... | head`: the output has no reader
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  stays open until the process ends
-        _leave(abort, BUG)
     except Exception as error:
         failed(f"{type(error).__name__}: {error}", ())
         process_end.say_last_words(rank(), [*traceback.format_exc().splitlines(), *hint()], sys.stderr, stacks=False)
@@ -303,10 +313,11 @@ def _sentences(error: Exception) -> list[str]:
     stated = error if isinstance(error, HpctrainError) else user_code.fault(error)
     if stated is not None:
         return [line for line in str(stated).split("\n") if line]
-    if not isinstance(error, OSError) or isinstance(error, BrokenPipeError) or error.strerror is None:
+    if not isinstance(error, OSError) or error.strerror is None:
         return []
-    if error.filename is not None:
-        return [f"{os.fsdecode(error.filename)} cannot be used: {error.strerror}."]
+    name = "the working directory" if error.filename is None and error.errno in _GONE else error.filename
+    if name is not None:
+        return [f"{os.fsdecode(name)} cannot be used: {error.strerror}."]
     return [f"A file cannot be written: {error.strerror}; free disk space, or use another disk."] if error.errno in _FULL else []
 
 
@@ -328,7 +339,6 @@ class _Left(SystemExit):
 
 
 def _leave(abort: Callable[[int], None], code: int) -> None:
-    sys.stdout.flush()
-    sys.stderr.flush()
+    process_end.flush_to_reader(0.0)
     abort(code)
     raise _Left(code)

@@ -28,6 +28,7 @@ from hpctrain.flight.recorder import FlightRecorder
 from hpctrain.launch import keeper, shared_segments
 from hpctrain.launch.launcher import Launcher, detect, lone_fault
 from hpctrain.launch.process_end import End
+from hpctrain.launch.process_start import forgive_writes
 from hpctrain.launch.signals import SignalWatch
 from hpctrain.launch.threads import ThreadPlan, node_load, set_threads
 from hpctrain.version import __version__
@@ -57,6 +58,7 @@ class JobProcess:
     """
 
     def __init__(self, launcher: Launcher) -> None:
+        forgive_writes()  # of a program that was started without the command line
         self.launcher = launcher
         self.world: Communicator | None = None
         self.flight: FlightRecorder = start_records.taken()
@@ -88,6 +90,7 @@ class JobProcess:
         from hpctrain.job import session
 
         if self.launcher.starts_mpi:
+            shared_segments.leave_room(self.launcher.local_size or self.launcher.expected_size or 1)
             shared_segments.announce()
             if not self.launcher.local_rank:
                 self._removed = shared_segments.remove_stale()

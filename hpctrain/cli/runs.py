@@ -216,7 +216,7 @@ def trace(run: Path | None, whole: bool) -> None:
     RUN is the directory of a run with trace=true. The default is the newest run in `runs`. Rows are sorted by time, the longest
     first.
     """
-    from hpctrain.core.errors import DataError
+    from hpctrain.core.errors import DataError, errors_as
     from hpctrain.core.files import json_object, read_bytes
     from hpctrain.trace import time_table, time_table_text
 
@@ -228,11 +228,9 @@ def trace(run: Path | None, whole: bool) -> None:
         raise DataError(
             f"{run.absolute()} contains no time_table.json; give the directory of a run with trace=true that has ended."
         )
-    try:
+    with errors_as(DataError, lambda why: f"{path} is not a time table of this version of hpctrain; trace the run again."):
         content = json_object(read_bytes(path)) or {}
         table, facts = time_table.from_json(content["table"]), (float(content["clock_error_seconds"]), int(content["ranks"]))
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise DataError(f"{path} is not a time table of this version of hpctrain; trace the run again.") from error
     width = shutil.get_terminal_size((time_table_text.COLUMNS, 0)).columns
     for line in time_table_text.lines(table, *facts, width, None if whole else time_table_text.LINES):
         echo(line)

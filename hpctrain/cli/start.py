@@ -6,7 +6,7 @@
 3. Fork: the child becomes the rank, and the parent watches it. A fork copies one thread only, so it precedes all threads, NumPy's
    included, and MPI.
 4. Begin the flight record, so that it contains the end of every later step.
-5. Report a full disk on standard output as an error, and print stack traces at a crash.
+5. Make the standard streams drop what cannot be written (`JobProcess` does so for programs), and print stack traces at a crash.
 6. Start the thread that receives signals. It follows the fork, which would lose it, and precedes everything that takes long.
 7. Read the configuration, which contains the number of threads. This loads pydantic and YAML, but not NumPy.
 8. Set the number of threads. BLAS and OpenMP read it from the environment once, when NumPy loads them.
@@ -66,9 +66,10 @@ def main() -> None:
     if any(words[: len(command)] == command for command in _COMPUTING):
         _start_computing(words[0])
         return
-    from hpctrain.launch.process_start import open_closed_streams
+    from hpctrain.launch.process_start import forgive_writes, open_closed_streams
 
     open_closed_streams()
+    forgive_writes(raises=True)
     from hpctrain.cli.main import cli
 
     cli(obj=None)
@@ -76,7 +77,7 @@ def main() -> None:
 
 def _start_computing(command: str) -> None:
     """Run steps 1 to 6, then the command."""
-    from hpctrain.launch.process_start import HELD, OF_PROGRAMS, continue_without_output, hold, open_closed_streams
+    from hpctrain.launch.process_start import HELD, OF_PROGRAMS, forgive_writes, hold, open_closed_streams
 
     held = hold(OF_PROGRAMS if command == "script" else HELD)  # step 1
     open_closed_streams()  # step 2
@@ -100,7 +101,7 @@ def _start_computing(command: str) -> None:
         record = start_records.place_of_start(os.environ, launcher)
         keeper = keep(launcher.rank, held, mark_end, record)  # step 3: from here on this process is the child
         recording.enter_context(start_records.recorded(record, launcher))  # step 4
-    continue_without_output()  # step 5
+    forgive_writes()  # step 5
     faulthandler.enable()  # also prints stacks if the keeper ends a process that hangs
     watch = SignalWatch(held, rank=launcher.rank, at_once=command != "train").start()  # step 6
     if command == "script":

@@ -34,7 +34,7 @@ from hpctrain.core.errors import ConfigError
 from hpctrain.core.text import echo
 from hpctrain.flight import start_records
 from hpctrain.launch.launcher import detect
-from hpctrain.launch.process_end import FINISHED, STOPPED, USER_ERROR
+from hpctrain.launch.process_end import FINISHED, STOPPED, USER_ERROR, flush_to_reader
 from hpctrain.launch.signals import SignalWatch
 from hpctrain.launch.threads import set_threads
 
@@ -426,8 +426,7 @@ def script(file: Path, arguments: tuple[str, ...]) -> None:
         code = left.code if isinstance(left.code, int) else 1
         if code is not left.code:
             echo(left.code, err=True)
-        sys.stdout.flush()
-        sys.stderr.flush()
+        flush_to_reader(0.0)
         abort(code)
         raise SystemExit(code)
 

@@ -13,13 +13,13 @@ with the same deadline as all other operations.
 from __future__ import annotations
 
 import os
-import sys
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from hpctrain.core import user_code
 from hpctrain.core.errors import CommunicationTimeoutError, HpctrainError, RankLostError
+from hpctrain.launch.process_end import flush_to_reader
 
 Array = Any
 
@@ -317,8 +317,7 @@ class SingleCommunicator:
 
     def abort(self, code: int) -> None:
         """End this process immediately. Does not return."""
-        sys.stdout.flush()
-        sys.stderr.flush()
+        flush_to_reader(0.0)
         os._exit(code)
 
     def _move(self, send: Array, recv: Array, counts: Sequence[int]) -> Handle:

@@ -492,8 +492,7 @@ def leave(world: Communicator, code: int) -> NoReturn:
     assert isinstance(world, MpiCommunicator)
     with contextlib.suppress(RankLostError):  # another rank has already ended
         world.wait(world.ibarrier(), "the end of all ranks")
-    sys.stdout.flush()
-    sys.stderr.flush()
+    flush_to_reader(0.0)
     os._exit(code)
 
 
@@ -535,8 +534,7 @@ def finish(deadline_seconds: float) -> None:
 
     if MPI.Is_finalized():
         return
-    sys.stdout.flush()
-    sys.stderr.flush()
+    flush_to_reader(0.0)
     with guard("The end of MPI", deadline_seconds, rank=MPI.COMM_WORLD.Get_rank()):
         MPI.Finalize()
 

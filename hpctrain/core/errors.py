@@ -6,7 +6,8 @@ any communication, so that no rank is left waiting for another.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Self
 
 
@@ -115,3 +116,30 @@ class CollectiveMismatchError(CommunicationTimeoutError):
 
 class RunOwnedError(HpctrainError):
     """Another job owns the run directory, or has taken it over."""
+
+
+@contextmanager
+def errors_as(
+    kind: type[HpctrainError],
+    sentence: Callable[[str], str],
+    reason: Callable[[Exception], str | None] = lambda error: getattr(error, "strerror", None),
+) -> Iterator[None]:
+    """Turn every error of a block that reads a file from elsewhere into one that the user can fix.
+
+    Libraries and plain code raise almost any exception for a damaged file.
+
+    Args:
+        kind: class of the error.
+        sentence: function from the reason to the message.
+        reason: function that returns the reason of an exception; None: the first line of its message.
+
+    Raises:
+        HpctrainError: the block raised an exception; an HpctrainError is unchanged.
+    """
+    try:
+        yield
+    except HpctrainError:
+        raise
+    except Exception as error:
+        why = reason(error) or (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
+        raise kind(sentence(why)) from error

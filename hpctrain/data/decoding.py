@@ -61,6 +61,7 @@ _EXIF = b"Exif\0\0"
 #: first bytes of JPEG segments that may contain the orientation
 _ABOUT_SIDES = (_EXIF, b"http://ns.adobe.com/xap/1.0/\0")
 _SEVERAL_PICTURES = b"MPF\0"
+_MOST_SEGMENTS = 300  # a colour profile has at most 255
 _PLAIN_COLOURS = ("YCbCr", "Gray")
 _PNG = b"\x89PNG\r\n\x1a\n"
 _PIXEL_CHUNKS = (b"IHDR", b"PLTE", b"tRNS", b"IDAT", b"IEND")
@@ -114,6 +115,8 @@ def decode(
     if Image.MAX_IMAGE_PIXELS is not None and most > Image.MAX_IMAGE_PIXELS:
         Image.MAX_IMAGE_PIXELS = most  # the limit holds for the whole process, so it is never lowered
     content = read_picture(source, most) if isinstance(source, Path) else source
+    if content.startswith(_JPEG) and sum(1 for _ in _segments(content)) > _MOST_SEGMENTS:  # Pillow joins them, in quadratic time
+        content = _plain_jpeg(content, exif=True)
     try:
         pixels = _jpeg(content, channels, most)
         if pixels is not None and size in (None, pixels.shape[:2]) and pixels.shape[2] == channels:
@@ -339,8 +342,10 @@ def _plain_jpeg(content: bytes, exif: bool) -> bytes:
     parts = [content[:2]]
     for marker, start, stop in _segments(content):
         describes = marker == _COMMENT or (_APP0 < marker <= _APP15 and marker != _APP14)
-        if not describes or (exif and content.startswith(_EXIF, start + 4)):
+        has_exif = exif and content.startswith(_EXIF, start + 4)
+        if not describes or has_exif:
             parts.append(content[start:stop])
+            exif = exif and not has_exif  # the orientation is in the first of several
     return b"".join(parts)
 
 

@@ -13,7 +13,7 @@ from hpctrain.config import grid
 from hpctrain.config.load import flow
 from hpctrain.config.schema import Config
 from hpctrain.config.values import OPEN_SECTIONS
-from hpctrain.core.errors import CheckpointError, ConfigError
+from hpctrain.core.errors import CheckpointError, ConfigError, errors_as
 from hpctrain.parallel.parallel_plan import ParallelPlan
 
 if TYPE_CHECKING:  # a start without automatic sections must not import the planner
@@ -80,14 +80,11 @@ class AutomaticChoice:
         Raises:
             CheckpointError: the values do not describe a choice.
         """
-        try:
+        advice = "set grid, plan and averager, or start a new training"
+        with errors_as(CheckpointError, lambda why: f"Cannot read the automatic choice in {place} ({why}); {advice}."):
             texts: Mapping[str, str] = meta["sections"]
             sections = {section: yaml.safe_load(texts[section]) for section in OPEN_SECTIONS if section in texts}
             return cls(**{**meta, "sections": sections, "prediction": PredictedStep(**meta["prediction"])})
-        except (TypeError, KeyError, AttributeError, yaml.YAMLError) as error:
-            raise CheckpointError(
-                f"Cannot read the automatic choice in {place} ({error}); set grid, plan and averager, or start a new training."
-            ) from error
 
     def applied(self, config: Config) -> Config:
         """Return the configuration with the chosen values in the open sections."""

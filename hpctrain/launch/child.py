@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from signal import Signals
 from typing import Any
 
-from hpctrain.launch.process_end import BUG, FINISHED, USER_ERROR
+from hpctrain.launch.process_end import BUG, FINISHED, USER_ERROR, flush_to_reader
 
 #: environment variable; 0 disables the fork, for example for a debugger that follows the process it started
 SWITCH = "HPCTRAIN_KEEPER"
@@ -44,8 +44,7 @@ def may_fork() -> bool:
 
 def fork_child() -> int:
     """Fork; return the process ID of the child, or 0 in the child. The system kills the child when this process ends."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    flush_to_reader(0.0)
     parent = os.getpid()
     child = os.fork()
     if not child:

@@ -27,6 +27,7 @@ from signal import Signals
 from typing import NoReturn
 
 from hpctrain.core.text import escaped
+from hpctrain.launch import shared_segments
 from hpctrain.launch.child import fork_child, may_fork
 from hpctrain.launch.control_groups import MemoryGroup
 from hpctrain.launch.launcher import may_overlook_exit_codes, place_of, started_by
@@ -390,7 +391,8 @@ def _leave_by(number: Signals, child: _Rank, record: Path | None) -> NoReturn:
     """
     if number == signal.SIGKILL:
         time.sleep(_ALONE_SECONDS)
-    hint = child.memory.hint() if number == signal.SIGKILL else ""
+    crash = number in (Signals.SIGBUS, Signals.SIGSEGV)
+    hint = child.memory.hint() if number == signal.SIGKILL else shared_segments.hint() if crash else ""
     _say(child.rank, f"the process was ended by {number.name}{hint} before the run was over.{child.place(record)}")
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     _await_launcher(child, record)

@@ -3,18 +3,16 @@
 Signals come before everything else: until they are blocked, one ends the process without a message. Therefore this module imports
 only what Python has loaded at its start, and `signal`.
 
-A starter may close a standard stream (`>&-`; some batch systems close stdin). Standard output may be a file on a full or failing
-disk; a run does not end because it cannot print.
+A starter may close a standard stream (`>&-`; some batch systems close stdin). Later the disk of standard output may be full, or
+the reader of its pipe may end, as in `| head`. A run does not end because it cannot print.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import io
 import os
 import signal
-import stat
 import sys
 from signal import Signals
 
@@ -32,9 +30,6 @@ _DROPPED = (Signals.SIGALRM, Signals.SIGPROF, Signals.SIGCHLD)
 HELD = (*STOPS, STACKS, *_DROPPED)
 #: signals blocked in a user's own program, which may use the others
 OF_PROGRAMS = (*STOPS, STACKS)
-
-# Errors of a write with which a disk refuses data.
-_REFUSED = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.ESTALE, errno.ENOTCONN)
 
 
 def hold(numbers: tuple[Signals, ...] = HELD) -> frozenset[Signals]:
@@ -72,12 +67,20 @@ def open_closed_streams() -> None:
             output.reconfigure(errors="backslashreplace")
 
 
-class ForgivingFile(io.RawIOBase):
-    """Writer to a descriptor, which stays open. Data that the disk refuses are dropped; the first refusal goes to stderr."""
+#: file name in the error of a write to standard output
+STANDARD_OUTPUT = "standard output"
 
-    def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
-        self._reported = False
+
+class ForgivingFile(io.RawIOBase):
+    """Writer to a descriptor, which stays open. It drops what cannot be written, and reports standard output's first failure.
+
+    Args:
+        raises: whether the report is an OSError whose file name is `STANDARD_OUTPUT`; otherwise it is a line on standard error.
+    """
+
+    def __init__(self, descriptor: int, *, raises: bool = False) -> None:
+        self._descriptor, self._raises = descriptor, raises
+        self._reported = descriptor == 2
 
     def writable(self) -> bool:
         return True
@@ -86,28 +89,40 @@ class ForgivingFile(io.RawIOBase):
         return self._descriptor
 
     def isatty(self) -> bool:
-        return False
+        return os.isatty(self._descriptor)
 
     def write(self, data: Any) -> int:
         try:
-            return os.write(self._descriptor, data)
+            return os.write(self._descriptor, data) if len(data) else 0  # libraries try streams with empty writes
+        except BlockingIOError:  # another program has made the pipe non-blocking
+            import select
+
+            select.select((), (self._descriptor,), ())
+            return self.write(data)
         except OSError as error:
-            if error.errno not in _REFUSED:
-                raise
-            if not self._reported:
-                self._reported = True
+            reported, self._reported = self._reported, True
+            if not reported and self._raises:
+                raise OSError(error.errno, error.strerror, STANDARD_OUTPUT) from None
+            if not reported:
                 sentence = f"hpctrain: cannot write to standard output ({error.strerror}); the run continues without it.\n"
                 with contextlib.suppress(OSError):
                     os.write(2, sentence.encode())
             return len(data)
 
 
-def continue_without_output() -> None:
-    """Make standard output drop what a disk refuses instead of raising. A terminal, pipe or socket stays unchanged."""
-    with contextlib.suppress(OSError, ValueError):
-        mode = os.fstat(1).st_mode
-        if stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode) or os.isatty(1) or sys.stdout.fileno() != 1:
-            return
-        sys.stdout.flush()
-        file = io.BufferedWriter(ForgivingFile(1))
-        sys.stdout = io.TextIOWrapper(file, sys.stdout.encoding, sys.stdout.errors, write_through=False)
+def forgive_writes(*, raises: bool = False) -> None:
+    """Make Python's standard output and error forgiving (`ForgivingFile`), unless they are already or a program replaced them.
+
+    Args:
+        raises: whether the first failure of standard output is an error, which ends a command as it ends a Unix filter.
+    """
+    for name, number in (("stdout", 1), ("stderr", 2)):
+        old = getattr(sys, name)
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # such as a stream of a notebook
+            if old.fileno() != number or isinstance(getattr(old.buffer, "raw", old.buffer), ForgivingFile):
+                continue
+            raw, at_once = ForgivingFile(number, raises=raises), old.write_through
+            file: Any = raw if at_once else io.BufferedWriter(raw)
+            options = {"line_buffering": old.line_buffering, "write_through": at_once}
+            setattr(sys, name, io.TextIOWrapper(file, old.encoding, old.errors, **options))
+            old.flush()

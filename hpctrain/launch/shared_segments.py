@@ -59,10 +59,37 @@ class _Entry:
     begin_ns: int | None = None
 
 
+# Memory of one rank with UCX's share, of which MPICH needs a fifth, and memory beyond which UCX allocates.
+_WITH_UCX_BYTES, _MARGIN_BYTES = 5_600_000, 1 << 24
+
+
 def announce(memory: Path = MEMORY) -> None:
     """Record that MPI is starting in this process. Until `remember` is called, its segments are unknown."""
     with contextlib.suppress(OSError):
         _write([f"{_STARTS} {time.time_ns()}"], memory)
+
+
+def leave_room(ranks: int, memory: Path = MEMORY) -> None:
+    """Turn UCX's shared memory off where it may not fit, as in the 64 MB of many containers: UCX would crash without a message.
+
+    MPICH does not use it: messages between ranks of a node have their own 1.1 MB per rank. UCX_TLS, if set, is not changed.
+
+    Args:
+        ranks: number of ranks on this node.
+    """
+    with contextlib.suppress(OSError):
+        status = os.statvfs(memory)
+        if status.f_bavail * status.f_frsize < ranks * _WITH_UCX_BYTES + _MARGIN_BYTES:
+            os.environ.setdefault("UCX_TLS", "^posix")
+
+
+def hint(memory: Path = MEMORY) -> str:
+    """Return a bracketed remark on a crash if little of the memory that MPI needs is left; otherwise ""."""
+    with contextlib.suppress(OSError):
+        status = os.statvfs(memory)
+        if status.f_bavail * status.f_frsize < _MARGIN_BYTES:
+            return f" ({memory}, where MPI keeps messages, has {size_text(status.f_bavail * status.f_frsize)} left)"
+    return ""
 
 
 def remember(memory: Path = MEMORY) -> None:

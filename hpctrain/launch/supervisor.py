@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import select
 import signal
 import subprocess
 import time
@@ -114,6 +115,13 @@ _INTERRUPTED_SECONDS = 10.0
 _ORPHAN_SECONDS = 20.0
 
 
+def _is_broken(stream: int) -> bool:
+    """Return whether a descriptor is a pipe without a reader. A launcher that writes to it ends by SIGPIPE, in each attempt."""
+    pipe = select.poll()
+    pipe.register(stream, 0)
+    return bool(pipe.poll(0))
+
+
 class SupervisedCommand:
     """Runs commands one after another. Create one per process, on the main thread, while there are no other threads.
 
@@ -146,7 +154,10 @@ class SupervisedCommand:
             LaunchError: the command cannot be started.
         """
         try:
-            process = subprocess.Popen(words, stdin=subprocess.DEVNULL, process_group=0, preexec_fn=self._prepare)
+            out, err = (subprocess.DEVNULL if _is_broken(stream) else None for stream in (1, 2))
+            process = subprocess.Popen(
+                words, stdin=subprocess.DEVNULL, stdout=out, stderr=err, process_group=0, preexec_fn=self._prepare
+            )
         except OSError as error:
             raise LaunchError(f"Cannot start {words[0]} ({error.strerror}); check its path and permissions.") from error
         try:

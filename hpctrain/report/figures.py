@@ -18,7 +18,7 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hpctrain.core.errors import ConfigError, DataError
+from hpctrain.core.errors import ConfigError, DataError, errors_as
 from hpctrain.core.files import json_object, read_bytes
 from hpctrain.core.text import size_text
 from hpctrain.runs.results import AVERAGED, TEST, TRAINING, VALIDATION, Curve, Panel
@@ -395,7 +395,7 @@ def read_steps(path: Path) -> tuple[StepLanes, ...]:
     Raises:
         DataError: the file cannot be read, or is too large.
     """
-    try:
+    with errors_as(DataError, lambda why: f"Cannot read the trace {path} ({why}); trace the run again."):
         size = path.stat().st_size
         if size > LARGEST_TRACE_BYTES:
             raise DataError(
@@ -406,8 +406,6 @@ def read_steps(path: Path) -> tuple[StepLanes, ...]:
         if content is None:
             raise ValueError("it is not a JSON object")
         return last_steps(content)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DataError(f"Cannot read the trace {path} ({error}); trace the run again.") from error
 
 
 def _coarse(intervals: Sequence[tuple[float, float]], shortest: float) -> list[tuple[float, float]]:

@@ -48,14 +48,9 @@ class Bookkeeping:
 
         Returns:
             Whether the write succeeded.
-
-        Raises:
-            BrokenPipeError: the pipe has no reader any more.
         """
         try:
             write()
-        except BrokenPipeError:
-            raise
         except OSError as error:
             why = reason(error)
             if self._failing.get(what) != why:

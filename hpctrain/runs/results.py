@@ -7,18 +7,18 @@ evaluations over epochs.
 from __future__ import annotations
 
 import json
-import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from typing import Any, TypeGuard
+from typing import Any
 
 import numpy as np
 
-from hpctrain.core.errors import CheckpointError, ConfigError, DataError
+from hpctrain.core.errors import CheckpointError, ConfigError, DataError, errors_as
 from hpctrain.core.files import json_object, read_bytes
 from hpctrain.core.text import duration_text, loss_text, size_text
 from hpctrain.core.yaml_source import read_yaml
@@ -127,10 +127,9 @@ def _best_mark(directory: Path) -> tuple[str, str]:
 
 def _tables(path: Path) -> tuple[TimeTable, ...]:
     content = _json(path)
-    try:
+    with suppress(DataError), errors_as(DataError, str):
         return tuple(time_table.from_json(table) for table in (content["table"], *content["per_rank"]))
-    except (KeyError, TypeError):
-        return ()
+    return ()
 
 
 #: text for an unknown figure
@@ -218,8 +217,8 @@ def summary(record: RunRecord) -> Summary:
     memory = record.state.latest("memory")
     return Summary(
         end=record.state.end or "running, or unknown",
-        epochs=max((_whole(entry, "epoch") for entry in epochs), default=0),
-        steps=max((_whole(entry, "step") for entry in records), default=0),
+        epochs=max((entry.get("epoch") or 0 for entry in epochs), default=0),
+        steps=max((entry.get("step") or 0 for entry in records), default=0),
         ranks=record.state.ranks[0].ranks if record.state.ranks else None,
         hosts=tuple(dict.fromkeys(rank.host for rank in record.state.ranks)),
         evaluated=set_of(evaluations[-1]) if evaluations else TEST,
@@ -227,7 +226,7 @@ def summary(record: RunRecord) -> Summary:
         top1={split: _number(entry, "top1") for split, entry in latest.items()},
         top5={split: _number(entry, "top5") for split, entry in latest.items()},
         best_top1=None if best is None else float(best["top1"]),
-        best_epoch=None if best is None else _whole(best, "epoch"),
+        best_epoch=None if best is None else best.get("epoch", 0),
         images_per_second=_rate(measured, "epoch") or _rate(measured, "interval"),
         seconds=_seconds(records),
         step_seconds=_number(step, "measured_step_seconds"),
@@ -366,11 +365,6 @@ def _number(entry: Record, key: str) -> float | None:
     return float(value) if isinstance(value, int | float) else None
 
 
-def _whole(entry: Record, key: str) -> int:
-    value = entry.get(key)
-    return value if isinstance(value, int) else 0
-
-
 TRAINING, VALIDATION, TEST = "training", "validation", "test"
 #: end of the name of a set whose metrics are those of the averaged weights
 AVERAGED = ", averaged weights"
@@ -455,16 +449,12 @@ def _plain(run: int, record: RunRecord, key: str) -> Iterator[Curve]:
     yield from _curve(run, TRAINING, [(_place(entry, samples), entry.get(key)) for entry in entries])
 
 
-def _curve(run: int, part: str, points: Sequence[tuple[object, object]]) -> Iterator[Curve]:
-    """Yield the curve of all points whose coordinates are known and finite, with the last point at each position."""
-    known = {float(x): float(y) for x, y in points if _is_number(x) and _is_number(y)}
+def _curve(run: int, part: str, points: Sequence[tuple[float | None, float | None]]) -> Iterator[Curve]:
+    """Yield the curve of all points whose coordinates are known, with the last point at each position."""
+    known = {float(x): float(y) for x, y in points if x is not None and y is not None}
     if known:
         xs, ys = zip(*sorted(known.items()), strict=True)
         yield Curve(run, part, *thinned(xs, ys))
-
-
-def _is_number(value: object) -> TypeGuard[int | float]:
-    return isinstance(value, int | float) and math.isfinite(value)
 
 
 def samples_per_epoch(records: Sequence[Record]) -> int:
@@ -482,10 +472,10 @@ def _place(entry: Record, samples: int) -> float | None:
     return epoch - 1 + images / samples
 
 
-def _training(records: Sequence[Record], key: str) -> list[tuple[object, object]]:
+def _training(records: Sequence[Record], key: str) -> list[tuple[float | None, float | None]]:
     """Return (position, mean) of each interval, computed from the records' means over their epoch so far."""
     samples = samples_per_epoch(records)
-    points: list[tuple[object, object]] = []
+    points: list[tuple[float | None, float | None]] = []
     epoch, images, total = 0, 0, 0.0
     for entry in records:
         place, mean = _place(entry, samples), entry.get(key)

@@ -43,7 +43,7 @@ def events_of(records: Iterable[Mapping[str, Any]]) -> list[RunEvent]:
     for record in records:
         words = _TEXTS.get(str(record.get("kind")))
         if words is not None:
-            events.append(RunEvent(float(record.get("time") or 0.0), words(record)))
+            events.append(RunEvent(float(record.get("time") or 0.0), _shown(words(record))))
     return events
 
 
@@ -136,7 +136,7 @@ class RunState:
     def step(self) -> int:
         """Latest step that is known to have begun; 0 before the first."""
         running = max((record.step for record in self.ranks), default=0)
-        return running or _number(self.latest("interval", "epoch", "stop").get("step")) or 0
+        return running or self.latest("interval", "epoch", "stop").get("step") or 0
 
     @property
     def done_samples(self) -> int:
@@ -152,7 +152,7 @@ class RunState:
         start, record = self.latest("start"), self.latest("interval", "epoch")
         done = self.done_samples - start.get("done_samples", 0)
         seconds = (record.get("time") or 0.0) - (start.get("time") or 0.0)
-        if done <= 0 or seconds <= 0:
+        if done <= 0 or seconds <= 0 or "last_sample" not in start:
             return None
         pace = seconds / done
         return float(pace * max(0, start["last_sample"] - self.done_samples))
@@ -160,7 +160,7 @@ class RunState:
     def curve(self, measure: str, *kinds: str) -> Curve:
         """Return a metric over steps, without values that are not finite."""
         points = ((record.get("step"), record.get(measure)) for record in self.of_kind(*kinds))
-        return tuple((step, value) for step, value in points if isinstance(step, int) and isinstance(value, int | float))
+        return tuple((step, value) for step, value in points if step is not None and value is not None)
 
     @property
     def events(self) -> list[RunEvent]:
@@ -230,9 +230,39 @@ def trains(run: RunDirectory) -> bool:
 
 
 def _lines(content: bytes) -> list[Record]:
-    """Return all complete lines that are JSON objects."""
+    """Return all complete lines that are JSON objects, without values that no run writes, which readers need not expect."""
     records = (json_object(line) for line in content.split(b"\n")[:-1])
-    return [record for record in records if record is not None]
+    return [
+        {key: _shown(value) if isinstance(value, str) else value for key, value in record.items() if _fits(key, value)}
+        for record in records
+        if record is not None
+    ]
+
+
+_WHOLE = frozenset(("epoch", "epochs", "step", "from_step", "images", "samples", "done_samples", "last_sample", "size"))
+_NUMBERS = frozenset(("loss", "top1", "top5", "ema_loss", "ema_top1", "ema_top5", "lr", "images_per_second", "time"))
+_TEXTS_OF_RUNS = frozenset(("kind", "set", "by", "error", "warning", "prediction_note", "held", "layer"))
+_LARGEST_WHOLE, _LARGEST, _LATEST = 1 << 53, 1e200, 1e11
+_MOST_CHARACTERS = 2000
+
+
+def _fits(key: str, value: object) -> bool:
+    """Return whether a run can have written this value of a field of a record."""
+    if key in _WHOLE:
+        return type(value) is int and abs(value) <= _LARGEST_WHOLE
+    if key in ("lost", "ranks"):
+        return all(type(item) is int and 0 <= item <= _LARGEST_WHOLE for item in (value if isinstance(value, list) else [value]))
+    if key in _NUMBERS and value is None:  # it was not finite
+        return True
+    expected = str if key in _TEXTS_OF_RUNS else dict if key == "changes" else int | float if key in _NUMBERS else object
+    if not isinstance(value, expected) or (key in _NUMBERS and isinstance(value, bool)):
+        return False
+    return not isinstance(value, int | float) or abs(value) <= (_LATEST if key == "time" else _LARGEST)
+
+
+def _shown(text: str) -> str:
+    """Return a text of bounded length that can be encoded."""
+    return text[:_MOST_CHARACTERS].encode(errors="replace").decode()
 
 
 def _flight(directory: RunDirectory) -> tuple[FlightRecord, ...]:
@@ -301,7 +331,3 @@ def _complete(records: Sequence[Record]) -> bool:
     """Return whether the last epoch of the latest start was recorded."""
     start = next((record for record in reversed(records) if record.get("kind") == "start"), {})
     return any(record.get("kind") == "epoch" and record.get("epoch") == start.get("epochs") for record in records)
-
-
-def _number(value: object) -> int | None:
-    return value if isinstance(value, int) else None

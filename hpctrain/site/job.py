@@ -423,6 +423,10 @@ def _comment(text: str) -> str:
 _FOLDER = "jobs"
 _SUBMIT_SECONDS = 120
 _IN_BACKGROUND = 'setsid bash "$1" </dev/null >>"$2" 2>&1 & echo $!'
+# Job number on a line of its own. Slurm may append the cluster's name; without --parsable, as in wrappers, it prints a sentence.
+_JOB_NUMBER = re.compile(
+    r"^\s*(?:Submitted batch job )?(\d+(?:\[\])?(?:\.[A-Za-z][\w.-]*)?)(?:;\S*)?(?: on cluster \S+)?\s*$", re.MULTILINE
+)
 _COMMANDS = {"slurm": ("sbatch", "--parsable"), "pbs": ("qsub",)}
 
 
@@ -550,7 +554,7 @@ def _fault_of_host(host: str) -> str:
     if _is_this_host(host):
         return ""
     try:
-        done = subprocess.run([*_SSH, host, "true"], capture_output=True, text=True, timeout=_SSH_SECONDS, check=False)
+        done = subprocess.run([*_SSH, host, "true"], capture_output=True, errors="replace", timeout=_SSH_SECONDS, check=False)
     except FileNotFoundError:
         return "ssh is not on PATH"
     except subprocess.TimeoutExpired:
@@ -577,7 +581,7 @@ def _is_this_host(host: str) -> bool:
 def _number(command: Sequence[str]) -> str:
     """Submit a job; return the number that the scheduler assigns to it."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_SUBMIT_SECONDS, check=False)
+        done = subprocess.run(command, capture_output=True, errors="replace", timeout=_SUBMIT_SECONDS, check=False)
     except FileNotFoundError:
         raise LaunchError(
             f"{command[0]} is not on PATH; submit on a login node of the site, or print the script with --dry-run."
@@ -590,8 +594,7 @@ def _number(command: Sequence[str]) -> str:
         first, *others = (done.stderr or done.stdout).strip().splitlines() or [f"exit code {done.returncode}"]
         rest = "".join(f"\n  {line.strip()}" for line in others if line.strip())
         raise LaunchError(f"{command[0]} has rejected {command[-1]}: {first.strip().rstrip('.')}.{rest}")
-    # Slurm appends the cluster's name after a semicolon.
-    return done.stdout.strip().partition(";")[0]
+    return str((_JOB_NUMBER.findall(done.stdout) or [done.stdout.strip()])[-1])  # a site may print a banner first
 
 
 def _following(site: Site, job: SiteJob, number: str) -> tuple[str, ...]:
@@ -615,7 +618,7 @@ def _with_commands(title: str, *commands: str) -> tuple[str, ...]:
 def _started(job: SiteJob) -> Submission:
     """Start the script in a new session, so that it outlives this process and its terminal."""
     start = ["bash", "-c", _IN_BACKGROUND, "start", job.script, job.log]
-    done = subprocess.run(start, stdout=subprocess.PIPE, text=True, timeout=_SUBMIT_SECONDS, check=True)
-    number = done.stdout.strip()
+    done = subprocess.run(start, stdout=subprocess.PIPE, errors="replace", timeout=_SUBMIT_SECONDS, check=True)
+    number = done.stdout.split()[-1]
     follow = _with_commands("follow it:", f"tail -F {shell_word(job.log)}")
     return Submission(number, (*follow, *_with_commands("stop it with a checkpoint:", f"kill -USR1 {number}")), job.script)

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import hashlib
 import importlib
+import json
 import os
+import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,8 +18,9 @@ from typing import Any
 
 import numpy as np
 
-from hpctrain.core.errors import CheckpointError
+from hpctrain.core.errors import CheckpointError, errors_as
 from hpctrain.core.files import read_bytes
+from hpctrain.core.text import shortened, size_text
 from hpctrain.storage.atomic_write import replacing
 
 SAFETENSORS = ".safetensors"
@@ -32,7 +35,14 @@ _WRAPPED = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_
 #: linear layers of timm's VGG -> torchvision's. timm's first two are convolutions, whose weights (out, C, H, W) read the image
 #: in the order in which torchvision flattens it.
 _TIMM_VGG = {"pre_logits.fc1": "classifier.0", "pre_logits.fc2": "classifier.3", "head.fc": "classifier.6"}
+#: types of the facts in the metadata of files that hpctrain writes, and of their parts
+_FACTS: Mapping[str, tuple[Any, Any]] = {
+    "model_options": (dict, str), "image_shape": (list, int), "classes": (list, str), "mean": (list, int | float),
+    "std": (list, int | float),
+}  # fmt: skip
 _BLOCK = 1 << 22
+#: maximum ratio of the size of a file's tensors to that of the file; more than 1 if tensors share memory
+_MOST_GROWTH = 32
 
 
 @dataclass(frozen=True)
@@ -121,9 +131,9 @@ def check_suffix(path: Path, known: tuple[str, ...]) -> str:
 
 def _read_safetensors(path: Path, header: bool) -> WeightsFile:
     library = _safetensors(path)
-    try:
+    with errors_as(CheckpointError, lambda why: f"Cannot read {path} as a safetensors file ({why}); write or download it again."):
         with library.safe_open(path, framework="np") as file:
-            metadata = dict(file.metadata() or {})
+            metadata = _checked_metadata(file.metadata() or {})
             if header:
                 return WeightsFile({name: _zeros(file.get_slice(name)) for name in file.keys()}, metadata)  # noqa: SIM118
             brain_floats = [name for name in file.keys() if file.get_slice(name).get_dtype() == "BF16"]  # noqa: SIM118
@@ -131,10 +141,22 @@ def _read_safetensors(path: Path, header: bool) -> WeightsFile:
         if brain_floats:  # NumPy lacks this dtype
             raw = dict(library.deserialize(read_bytes(path, path.stat().st_size)))
             tensors |= {name: _from_bfloat16(raw[name]) for name in brain_floats}
-    except (library.SafetensorError, KeyError, TypeError) as error:
-        reason = " ".join(str(error).split()).rstrip(".")
-        raise CheckpointError(f"Cannot read {path} as a safetensors file ({reason}); write or download it again.") from error
     return WeightsFile(tensors, metadata)
+
+
+def _checked_metadata(given: Mapping[str, str]) -> dict[str, str]:
+    """Return the metadata of a file. Facts in JSON are checked, and left out if another program wrote the file.
+
+    Raises:
+        ValueError: a fact is not JSON, or of another type.
+    """
+    metadata = {key: text for key, text in given.items() if "model" in given or key not in _FACTS}
+    for key, (kind, part) in _FACTS.items():
+        value = json.loads(metadata.get(key, "null"))
+        fits = isinstance(value, kind) and all(isinstance(item, part) for item in value)
+        if key in metadata and not (fits and (key != "image_shape" or len(value) == 3)):
+            raise ValueError(f"{key} is {shortened(value)}")
+    return metadata
 
 
 def _zeros(tensor: Any) -> np.ndarray:
@@ -152,18 +174,33 @@ def _from_bfloat16(raw: Mapping[str, Any]) -> np.ndarray:
 
 def _read_torch(path: Path) -> WeightsFile:
     torch = _torch(path)
-    try:
+    advice = "save model.state_dict() with torch.save, without other objects"
+    with errors_as(
+        CheckpointError,
+        lambda why: f"Cannot read {path} as tensors only ({why}); {advice}.",
+        lambda error: " ".join(str(error).split()).partition(". ")[0].rstrip("."),
+    ):
+        if zipfile.is_zipfile(path):
+            with zipfile.ZipFile(path) as archive:
+                _check_growth(path, sum(entry.file_size for entry in archive.infolist()))
         state: Any = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # its type depends on the file's actual content
-        reason = (" ".join(str(error).split()) or type(error).__name__).partition(". ")[0].rstrip(".")
-        raise CheckpointError(
-            f"Cannot read {path} as tensors only ({reason}); save model.state_dict() with torch.save, without other objects."
-        ) from error
-    inner = next((key for key in _INNER_KEYS if isinstance(state, Mapping) and isinstance(state.get(key), Mapping)), None)
-    state = state if inner is None else state[inner]
-    if not isinstance(state, Mapping) or not state or not all(isinstance(value, torch.Tensor) for value in state.values()):
-        raise CheckpointError(f"{path} contains no state dictionary; save model.state_dict() with torch.save.")
-    return WeightsFile({str(name): _to_numpy(torch, tensor) for name, tensor in state.items()})
+        inner = next((key for key in _INNER_KEYS if isinstance(state, Mapping) and isinstance(state.get(key), Mapping)), None)
+        state = state if inner is None else state[inner]
+        if isinstance(state, Mapping) and state and all(isinstance(value, torch.Tensor) for value in state.values()):
+            _check_growth(path, sum(tensor.numel() * tensor.element_size() for tensor in state.values()))
+            return WeightsFile({str(name): _to_numpy(torch, tensor) for name, tensor in state.items()})
+    raise CheckpointError(f"{path} contains no state dictionary; save model.state_dict() with torch.save.")
+
+
+def _check_growth(path: Path, n_bytes: int) -> None:
+    """Raise if a file's content is much larger than the file, as a tensor of stride 0 or a compressed archive can be.
+
+    Raises:
+        ValueError: the content is too large.
+    """
+    size_bytes = path.stat().st_size
+    if n_bytes > _MOST_GROWTH * size_bytes:
+        raise ValueError(f"it has {size_text(size_bytes)}, but its tensors have {size_text(n_bytes)}")
 
 
 def _unwrapped(tensors: Mapping[str, np.ndarray], path: Path) -> dict[str, np.ndarray]:

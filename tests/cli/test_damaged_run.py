@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 import random
+import struct
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 from click.testing import CliRunner
 
@@ -15,12 +17,17 @@ from hpctrain.cli.main import cli
 from hpctrain.flight.recorder import FlightRecorder
 from hpctrain.flight.ring import file_name
 from hpctrain.launch.process_end import End
+from hpctrain.models.catalogue import build
+from hpctrain.models.state_dict import declared_state
 from hpctrain.runs.directory import RunDirectory
 from hpctrain.runs.records import HashFile
+from hpctrain.storage.weights_file import WeightsFile, write
+from tests.support.folder_trees import GOOD
 from tests.support.runs import write_checkpoint, write_run, write_trace
 from tests.support.sampling import amount
 
 pytestmark = pytest.mark.slow
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 
 _CASES = amount(10, 60)
 _EVENTS = (
@@ -147,3 +154,114 @@ def test_damaged_files_of_a_run_end_in_words(tmp_path: Path) -> None:
             ["trace", str(run.path)],
         ):
             _ends_in_words(command, f"{case} {damage} {victim.name}")
+
+
+_FIELDS = (
+    "kind", "time", "epoch", "step", "images", "samples", "done_samples", "last_sample", "epochs", "loss", "top1", "ema_top1",
+    "lr", "images_per_second", "set", "by", "error", "held", "layer", "lost", "ranks", "changes", "size", "from_step",
+    "peak_bytes", "measured_step_seconds", "prediction_note", "seconds", "waited_seconds",
+)  # fmt: skip
+_KINDS = (
+    "interval", "epoch", "evaluation", "test", "start", "stop", "skip", "shrink", "resume", "rollback", "steps", "memory", "data",
+)  # fmt: skip
+_ODD = (
+    *(None, True, -1, 0, 1.5, float("inf"), float("nan"), 10**30, 10**400, 1e308, 5e-324, 1 << 63, -(10**18)),
+    *("x", "\ud800", "\x1b[2J", "y" * 5000, [], [1], ["a"], [None], {}, {"a": {"b": [1]}}),
+)
+
+
+def test_odd_values_in_metrics_end_in_words(tmp_path: Path) -> None:
+    """Any value of any field, missing fields, and clocks that go back: readers show what a run can have written."""
+    run, other = write_run(tmp_path / "run", events=_EVENTS), write_run(tmp_path / "other")
+    whole = [json.loads(line) for line in run.metrics_path.read_text().splitlines()]
+    for case in range(6 * _CASES):
+        draw = random.Random(case)
+        lines = [dict(line) for line in whole]
+        lines += [
+            {"kind": draw.choice(_KINDS), **{name: draw.choice(_ODD) for name in draw.sample(_FIELDS, 8)}} for _ in range(2)
+        ]
+        draw.shuffle(lines)
+        for line in draw.choices(lines, k=draw.choice([1, 4, 16])):
+            line[draw.choice(_FIELDS)] = draw.choice(_ODD)
+            line.pop(draw.choice(_FIELDS), None)
+        run.metrics_path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        for command in (["watch", str(run.path), "--once"], ["compare", str(run.path), str(other.path)]):
+            _ends_in_words(command, str(case))
+
+
+_FACTS_DRAWN = random.Random(0)
+
+
+def _weights(path: Path) -> None:
+    """Write weights whose metadata may have facts of other types; damage to the bytes leaves no readable metadata."""
+    options = {"classes": 2, "hidden": 8, "channels": [4, 4]}
+    facts = {
+        "model_options": json.dumps(options),
+        "classes": '["a", "b"]',
+        "image_shape": "[9, 9, 1]",
+        "mean": "[0.5]",
+        "std": "[1]",
+    }
+    if _FACTS_DRAWN.random() < 0.5:
+        facts[_FACTS_DRAWN.choice(list(facts))] = _FACTS_DRAWN.choice(
+            ["{", "[]", "[9]", "{}", '"x"', "null", '["a", 1]', "[[1]]", "NaN"]
+        )
+    state = {name: np.ones(entry.shape, np.float32) for name, entry in declared_state(build("small", options)).items()}
+    write(path, WeightsFile(state, {"model": "small", **facts}))
+
+
+def _idx(path: Path) -> None:
+    path.write_bytes(struct.pack(">4B3i", 0, 0, 8, 3, 6, 8, 8) + bytes(6 * 64))
+    path.with_name("labels").write_bytes(struct.pack(">4Bi", 0, 0, 8, 1, 6) + bytes(6))
+
+
+def _table(path: Path) -> None:
+    for name in "ab":
+        path.with_name(f"{name}.png").write_bytes(GOOD["png"])
+    path.write_text("file,label\na.png,cat\nb.png,dog\n")
+
+
+_FOREIGN: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
+    "a.yaml": (lambda path: path.write_text(_CONFIG), ("config", "check", "a.yaml")),
+    "machine.yaml": (
+        lambda path: (
+            path.with_name("b.yaml").write_text(_CONFIG),
+            path.write_bytes((CONFIGS / "machines/xc40.yaml").read_bytes()),
+        ),
+        ("plan", "simulate", "b.yaml", "--machine", "machine.yaml", "--ranks", "2"),
+    ),
+    "d.npz": (lambda path: np.savez(path, images=_IMAGES, labels=_LABELS), ("data", "convert", "arrays", "d.npz", "o.h5")),
+    "c.npz": (
+        lambda path: np.savez_compressed(path, images=_IMAGES, labels=_LABELS),
+        ("data", "convert", "arrays", "c.npz", "o.h5"),
+    ),
+    "images": (_idx, ("data", "convert", "idx", "images", "labels", "o.h5")),
+    "t.csv": (_table, ("data", "convert", "csv", "t.csv", "o.h5", "--size", "8")),
+    "w.safetensors": (_weights, ("weights", "export", "w.safetensors", "--out", "x.safetensors")),
+    "v.safetensors": (_weights, ("weights", "show", "v.safetensors", "--json")),
+}
+_CONFIG = """
+model: {name: small, channels: [4, 4], hidden: 8}
+data: {train: synthetic, test: synthetic, synthetic: {height: 8, width: 8, channels: 1, classes: 3, samples: 40, test_samples: 8}}
+batch: 8
+epochs: 2
+optimizer: {name: sgd, lr: 0.05}
+schedule: cosine
+"""
+_IMAGES, _LABELS = np.arange(6 * 8 * 8, dtype=np.uint8).reshape(6, 8, 8, 1), np.arange(6) % 3
+
+
+@pytest.mark.parametrize("name", _FOREIGN)
+def test_damaged_foreign_files_end_in_words(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every reader of a file from elsewhere returns, or raises an error that the user can fix."""
+    monkeypatch.chdir(tmp_path)
+    make, command = _FOREIGN[name]
+    for case in range(4 * _CASES):
+        draw = random.Random(f"{name} {case}")
+        make(Path(name))
+        if case % 4:  # the others are whole
+            draw.choice([_flipped, _cut, _words, _words])(Path(name), draw)
+        words = _ends_in_words(list(command), f"{case}")
+        assert case or "safetensors" in name or not words.startswith(("hpctrain: ", "Usage")), words
+        for written in Path().glob("[ox].*"):
+            written.unlink()

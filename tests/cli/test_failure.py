@@ -20,6 +20,7 @@ from hpctrain.cli.failure import BUG, USER_ERROR, Commands, check_values, job_en
 from hpctrain.cli.main import cli
 from hpctrain.core.errors import DataError, RankLostError
 from hpctrain.core.text import place
+from hpctrain.launch.process_start import STANDARD_OUTPUT
 from tests.support.here import run_here
 from tests.support.jobs import Outcome
 
@@ -323,7 +324,8 @@ _ASKED = "Unable to allocate 8.00 EiB for an array with shape (1,)"
         (SystemExit("why"), BUG, "sys.exit('why') during a run", "sys.exit('why') during a run ends the job.\n"),
         (MemoryError(f"{_ASKED[:-16]}\nwith shape (1,)."), USER_ERROR, "Memory ran out on rank 0 (", f"): {_ASKED}"),
         (MemoryError(""), USER_ERROR, "Memory ran out on rank 0 (", "): an allocation of unknown size was refused"),
-        (BrokenPipeError(errno.EPIPE, "Broken pipe"), BUG, "", ""),  # no process reads what would be said
+        (BrokenPipeError(errno.EPIPE, "Broken pipe", STANDARD_OUTPUT), BUG, "", ""),  # no process reads what would be said
+        (FileNotFoundError(errno.ENOENT, "No"), USER_ERROR, "the", "hpctrain: the working directory cannot be used: No.\n"),
     ],
 )
 def test_an_error_ends_the_job_once_and_says_why(

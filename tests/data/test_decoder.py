@@ -221,6 +221,18 @@ def test_damaged_metadata_does_not_matter_to_pixels(kind, monkeypatch):
     assert np.array_equal(same_with_and_without(content, None, "crop", 3, monkeypatch), expected)
 
 
+@pytest.mark.parametrize("marker", [0xE1, 0xE2, 0xED, 0xFE])
+def test_thousands_of_segments_reach_no_reader_that_joins_them(marker, monkeypatch):
+    """A file of many segments is decoded from a few, and turned by the first EXIF segment."""
+    content, opened, seen = turned("JPEG"), Image.open, []
+    end = list(decoding._segments(content))[1][2]  # of the segment with the orientation
+    many = content[:end] + 1000 * with_segment(b"", marker, EXIF + b"a" * 50) + content[end:]
+    monkeypatch.setattr(Image, "open", lambda file, **options: (seen.append(len(file.getvalue())), opened(file, **options))[1])
+    assert np.array_equal(decode(many, None), decode(content, None))
+    assert seen
+    assert max(seen) <= len(content)
+
+
 def test_a_tiff_with_damaged_metadata_is_decoded():
     content = bytearray(encoded(random_image(), "TIFF", tiffinfo={34665: 1 << 30}))
     place = struct.unpack_from("<I", content, 4)[0]

@@ -1,14 +1,18 @@
 """Signals, standard streams, last words, and shared memory that dead ranks have left."""
 
+import contextlib
+import errno
 import io
 import mmap
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from signal import Signals
 
@@ -18,11 +22,13 @@ from hpctrain.core import log as rank_log
 from hpctrain.core.text import place
 from hpctrain.launch import process_end, process_start
 from hpctrain.launch.process_end import flush_to_reader
-from hpctrain.launch.process_start import HELD, STOPS, ForgivingFile
-from hpctrain.launch.shared_segments import Removed, _folder, forget, remember, remove_stale
+from hpctrain.launch.process_start import HELD, STANDARD_OUTPUT, STOPS, ForgivingFile
+from hpctrain.launch.shared_segments import Removed, _folder, forget, hint, leave_room, remember, remove_stale
 from hpctrain.launch.signals import SignalWatch
+from hpctrain.launch.supervisor import _is_broken
 from tests.cli.test_starting import folder as folder
 from tests.support.jobs import Outcome, clean_environment, run_job
+from tests.support.sampling import amount
 from tests.support.signal_storm import prepare
 
 pytestmark = pytest.mark.job
@@ -260,12 +266,84 @@ def test_what_can_be_written_is(tmp_path: Path) -> None:
     assert (tmp_path / "out").read_bytes() == b"words"
 
 
-def test_other_errors_stay_errors() -> None:
+@pytest.mark.parametrize("descriptor", [1, 2])
+@pytest.mark.parametrize("number", [errno.EPIPE, errno.ENOSPC, errno.EIO, errno.EBADF, errno.ECONNRESET])
+def test_no_failure_of_a_write_is_an_error_of_a_run(
+    descriptor: int, number: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Every error number of every stream: data are dropped; standard output's first failure is reported, or raised."""
+    written = os.write
+
+    def fail(to: int, data: bytes) -> int:
+        if to == descriptor and bytes(data) == b"words":
+            raise OSError(number, os.strerror(number))
+        return written(to, data)
+
+    monkeypatch.setattr(os, "write", fail)
+    assert [ForgivingFile(descriptor).write(b"words") for _ in range(3)] == [5, 5, 5]
+    assert capfd.readouterr().err.count(f"({os.strerror(number)}); the run continues") == (descriptor == 1)
+    file = ForgivingFile(descriptor, raises=True)
+    with contextlib.nullcontext() if descriptor == 2 else pytest.raises(OSError, match=STANDARD_OUTPUT) as raised:
+        assert file.write(b"") == 0
+        file.write(b"words")
+    assert descriptor == 2 or raised.value.errno == number
+    assert file.write(b"words") == 5
+    assert "run continues" not in capfd.readouterr().err
+
+
+def test_a_pipe_that_another_program_made_non_blocking_is_waited_for() -> None:
     reader, writer = os.pipe()
-    os.close(reader)
-    with pytest.raises(BrokenPipeError):
-        ForgivingFile(writer).write(b"words")
+    os.set_blocking(writer, False)
+    threading.Timer(0.2, os.read, (reader, 1 << 20)).start()
+    assert sum(ForgivingFile(writer).write(bytes(1 << 16)) for _ in range(2)) >= 1 << 17
     os.close(writer)
+
+
+_MOMENTS = ("before the first line", "in the middle", "at the end")
+
+
+def _broken(folder: Path, arguments: Sequence[str], streams: str, moment: str) -> tuple[int, str]:
+    """Exit code and standard error of a command whose reader of `streams` ends at a moment."""
+    reader, writer = os.pipe()
+    out = writer if "stdout" in streams else subprocess.DEVNULL
+    with tempfile.TemporaryFile() as errors:
+        err = writer if "stderr" in streams else errors
+        command, environ = [sys.executable, "-m", "hpctrain", *arguments], clean_environment()
+        with subprocess.Popen(command, cwd=folder, env=environ, stdout=out, stderr=err) as process:
+            os.close(writer)
+            if moment != _MOMENTS[0]:
+                os.read(reader, 64)
+            while moment == _MOMENTS[2] and b"epoch 2/3" not in os.read(reader, 4096):
+                pass
+            os.close(reader)
+            code = process.wait(timeout=100)
+        errors.seek(0)
+        return code, errors.read().decode()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", range(amount(3, 18)))
+def test_a_run_whose_output_has_no_reader_trains_on(case: int, tmp_path: Path) -> None:
+    """Whichever streams break, at any moment, in any style of progress: the run ends with its last checkpoint and code 0."""
+    prepare(tmp_path, images=64, epochs=3)
+    streams = ("stdout", "stdout and stderr", "stderr")[case % 3]
+    moment = _MOMENTS[0 if streams == "stderr" else case // 3 % 3]
+    style = ("lines", "bar", "none")[(case + case // 9) % 3] if moment == _MOMENTS[0] else "lines"
+    code, errors = _broken(tmp_path, ["train", "storm.yaml", f"--progress={style}"], streams, moment)
+    assert code == 0, errors
+    assert "Traceback" not in errors
+    assert "Exception ignored" not in errors
+    assert list(tmp_path.glob("runs/*/checkpoints/*.h5"))
+
+
+@pytest.mark.parametrize("words", ["list models", "--version", "--help", "config list", "sites", "config schema"])
+def test_a_command_that_prints_ends_as_a_filter_does(words: str, tmp_path: Path) -> None:
+    """A reader that ends: code 1 without a word. A full disk: code 2 and one sentence."""
+    assert _broken(tmp_path, words.split(), "stdout", _MOMENTS[0]) == (1, "")
+    with open("/dev/full", "wb") as full:
+        command = [sys.executable, "-m", "hpctrain", *words.split()]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, env=clean_environment(), check=False)
+    assert (done.returncode, done.stderr) == (2, "hpctrain: standard output cannot be used: No space left on device.\n")
 
 
 @pytest.mark.slow
@@ -279,6 +357,15 @@ def test_a_run_whose_output_finds_no_room_trains_on(tmp_path: Path) -> None:
     assert done.stderr.count("cannot write to standard output (No space left on device); the run continues without it") == 1
     assert "Traceback" not in done.stderr
     assert list(tmp_path.glob("runs/*/checkpoints/*.h5"))
+
+
+def test_a_supervised_command_gets_no_pipe_without_a_reader() -> None:
+    """A launcher that writes there would be ended by SIGPIPE in each attempt."""
+    reader, writer = os.pipe()
+    assert not _is_broken(writer)
+    os.close(reader)
+    assert _is_broken(writer)
+    os.close(writer)
 
 
 @pytest.mark.parametrize("ranks", [2, 64, 4096])
@@ -452,3 +539,18 @@ def test_a_job_removes_what_the_one_before_has_left(job: Callable[..., Outcome],
     outcome = job(2, ["-m", "hpctrain", "train", "tiny.yaml"], cwd=folder)
     assert outcome.code == 0, outcome.output
     assert not any(path.exists() for path in left)
+
+
+@pytest.mark.parametrize(("megabytes", "ranks", "usual"), [(64, 8, True), (64, 9, False), (64, 60, False), (10, 1, False)])
+def test_ucx_has_no_shared_memory_where_it_would_crash(
+    megabytes: int, ranks: int, usual: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    blocks = megabytes * 1000
+    monkeypatch.setattr(os, "statvfs", lambda path: os.statvfs_result((1000, 1000, blocks, blocks, blocks, 0, 0, 0, 0, 255)))
+    monkeypatch.setattr(os, "environ", {})
+    leave_room(ranks, tmp_path)
+    assert os.environ == ({} if usual else {"UCX_TLS": "^posix"})
+    monkeypatch.setattr(os, "environ", {"UCX_TLS": "rc"})
+    leave_room(ranks, tmp_path)
+    assert os.environ == {"UCX_TLS": "rc"}
+    assert hint(tmp_path) == ("" if megabytes > 16 else f" ({tmp_path}, where MPI keeps messages, has {megabytes} MB left)")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -131,4 +132,34 @@ def test_other_files_of_pytorch_are_refused_and_run_nothing(
     assert "unpickled" not in capsys.readouterr().out
     (tmp_path / "w.pt").write_bytes(b"no pickle")
     with pytest.raises(CheckpointError, match=r"Cannot read .* as tensors only"):
+        weights_file.read(tmp_path / "w.pt")
+
+
+_ONES = torch.ones(4, 4)
+#: state dictionaries that have no plain numbers, or far more than their files
+_ODD = {
+    "8-bit floats": lambda: _ONES.to(torch.float8_e4m3fn), "sparse": _ONES.to_sparse, "compressed rows": _ONES.to_sparse_csr,
+    "meta": lambda: torch.empty(4, 4, device="meta"), "quantised": lambda: torch.quantize_per_tensor(_ONES, 0.1, 0, torch.qint8),
+    "conjugated": lambda: torch.view_as_complex(torch.ones(4, 2)).conj(),
+    "negated": lambda: torch.view_as_complex(torch.ones(4, 2)).conj().imag,
+    "stride 0": lambda: torch.ones(1).expand(74_000, 74_000),
+    "overlapping": lambda: torch.ones(4000).as_strided((3000, 900), (1, 1)),
+    "nested tensors": lambda: torch.nested.nested_tensor([_ONES, _ONES]),
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", _ODD)
+def test_tensors_that_cannot_be_read_are_one_sentence(kind: str, tmp_path: Path) -> None:
+    torch.save({"fc.weight": _ODD[kind]()}, tmp_path / "w.pt")
+    with pytest.raises(CheckpointError, match=r"^Cannot read \S+w\.pt as tensors only \(.*\); save model"):
+        weights_file.read(tmp_path / "w.pt")
+
+
+def test_an_archive_that_unpacks_to_much_more_is_not_unpacked(tmp_path: Path) -> None:
+    torch.save({"fc.weight": torch.zeros(1 << 18)}, tmp_path / "a.pt")
+    with zipfile.ZipFile(tmp_path / "a.pt") as plain, zipfile.ZipFile(tmp_path / "w.pt", "w", zipfile.ZIP_DEFLATED) as packed:
+        for name in plain.namelist():
+            packed.writestr(name, plain.read(name))
+    with pytest.raises(CheckpointError, match=r"it has \S+ kB, but its tensors have 1\.05 MB"):
         weights_file.read(tmp_path / "w.pt")

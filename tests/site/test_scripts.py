@@ -208,6 +208,17 @@ def test_slurm_returns_a_number(folder: Path) -> None:
 
 
 @pytest.mark.job
+@pytest.mark.parametrize(
+    "printed", ["12345", "12345;cluster", " 12345\\r", "Submitted batch job 12345", "Submitted batch job 12345 on cluster a"]
+)
+@pytest.mark.parametrize("banner", ["", "Welcome to X!\\n\\n", "Quota: 7 of 99\\n2026-11-28\\n**\\n", "\\377\\376 caf\\351\\n"])
+def test_the_number_is_found_behind_a_banner(folder: Path, monkeypatch: pytest.MonkeyPatch, banner: str, printed: str) -> None:
+    monkeypatch.setenv("BANNER", banner)
+    monkeypatch.setenv("NUMBER", printed)
+    assert _submit("slurm", JobRequest(2))[0].number == "12345"
+
+
+@pytest.mark.job
 def test_two_submissions_of_one_second_have_a_script_each(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(time, "strftime", lambda form, *when: "20260101-000000")
     found = profile_files.read_site("polaris", {})

@@ -457,8 +457,7 @@ def test_the_oldest_records_go_first_and_are_counted(said, monkeypatch):
 
 
 def test_errors_that_are_no_disks_pass():
-    with pytest.raises(BrokenPipeError):
-        Bookkeeping().attempt("output", lambda: (_ for _ in ()).throw(BrokenPipeError(errno.EPIPE, "x")))
+    assert not Bookkeeping().attempt("output", lambda: (_ for _ in ()).throw(BrokenPipeError(errno.EPIPE, "x")))
     with pytest.raises(ZeroDivisionError):
         Bookkeeping().attempt("output", lambda: 1 // 0)
 

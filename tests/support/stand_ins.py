@@ -54,7 +54,7 @@ _COMMANDS = {
     "python": _PYTHON,
     "sbcast": '[ "${SBCAST_STATUS:-0}" -eq 0 ] || exit "$SBCAST_STATUS"\nshift; cp "$1" "$2"\n',
     "scontrol": 'exit "${SCONTROL_STATUS:-0}"\n',
-    "sbatch": f'{_REFUSED}echo "12345;cluster"\n',
+    "sbatch": f'{_REFUSED}printf "${{BANNER:-}}"\nprintf "${{NUMBER:-12345;cluster}}\n"\n',
     "qsub": f"{_REFUSED}echo 77.pbs-01\n",
 }
 

@@ -9,14 +9,14 @@ from __future__ import annotations
 import math
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
-from hpctrain.core.errors import DataError
+from hpctrain.core.errors import DataError, errors_as
 from hpctrain.data.convert.common import Advance, no_progress, numbered_names, range_up_to, require_memory
 from hpctrain.data.decoding import scaled
 from hpctrain.data.files import require_file, require_new, system_errors_as
@@ -134,7 +134,7 @@ def _errors_of(path: Path) -> Callable[[str], AbstractContextManager[None]]:
     """Return a function that makes contexts which turn any error into a `DataError` about a file."""
 
     def make(what: str) -> AbstractContextManager[None]:
-        return errors_as_data_errors(lambda why: f"{path} {what}: {why}.")
+        return errors_as(DataError, lambda why: f"{path} {what}: {why}.", reason)
 
     return make
 
@@ -274,22 +274,3 @@ def _chunks(source: ForeignImages, value_range: ValueRange | None, advance: Adva
             pixels = pixels.transpose(0, 2, 3, 1)
         yield np.ascontiguousarray(pixels).reshape(-1, *source.shape), source.labels[start : start + len(pixels)]
         advance(len(pixels))
-
-
-@contextmanager
-def errors_as_data_errors(sentence: Callable[[str], str]) -> Iterator[None]:
-    """Turn any error inside the block into a `DataError`.
-
-    Args:
-        sentence: function from the reason to the message.
-
-    Raises:
-        DataError: the block raised an error.
-    """
-    try:
-        yield
-    except DataError:
-        raise
-    except Exception as error:  # the readers of HDF5, zip and npy raise almost anything for damaged files
-        why = reason(error) or (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
-        raise DataError(sentence(why)) from error

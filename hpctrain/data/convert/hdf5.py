@@ -10,10 +10,11 @@ from pathlib import Path
 
 import h5py
 
-from hpctrain.core.errors import DataError
-from hpctrain.data.convert.arrays import ForeignImages, Layout, channels_first, class_labels, errors_as_data_errors
+from hpctrain.core.errors import DataError, errors_as
+from hpctrain.data.convert.arrays import ForeignImages, Layout, channels_first, class_labels
 from hpctrain.data.convert.common import require_memory
 from hpctrain.data.files import require_file
+from hpctrain.data.readers import reason
 
 _SHOWN = 20
 
@@ -78,4 +79,4 @@ def _check_storage(path: Path, images: h5py.Dataset) -> None:
 
 
 def _errors_of(path: Path, what: str) -> AbstractContextManager[None]:
-    return errors_as_data_errors(lambda why: f"The HDF5 file {path} {what}: {why}.")
+    return errors_as(DataError, lambda why: f"The HDF5 file {path} {what}: {why}.", reason)
