@@ -24,7 +24,7 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
-from hpctrain.runs.directory import resumable, runs
+from hpctrain.runs.directory import runs, stored_checkpoints
 from hpctrain.storage.atomic_write import write_json
 from tests.support.jobs import find_mpiexec
 
@@ -151,7 +151,7 @@ def train(file: str, overrides: Sequence[str], seed: int, output: Path, ranks: i
     Raises:
         RuntimeError: the training failed, or evaluated nothing.
     """
-    resume = resumable(output, NAME) is not None
+    resume = any(stored_checkpoints(run.checkpoints) for run in runs(output, NAME))
     words = [sys.executable, *command(file, overrides, seed, output, ranks, resume=resume)]
     if ranks > 1:
         launcher = find_mpiexec()

@@ -19,12 +19,13 @@ from hpctrain.core import log
 from hpctrain.core import log as rank_log
 from hpctrain.core.errors import ConfigError
 from hpctrain.core.files import expanded
-from hpctrain.core.text import choices, counted, nearest
-from hpctrain.launch.launcher import Launcher
+from hpctrain.core.text import choices, counted, echo, nearest
+from hpctrain.launch.launcher import Launcher, detect
 
 if TYPE_CHECKING:
     from hpctrain.config.schema import Config
     from hpctrain.core.yaml_source import KeyPath, Source
+    from hpctrain.runs.directory import RunDirectory
 
 
 class FilePath(click.Path):
@@ -138,24 +139,25 @@ PASS_STYLE = click.option(
 RUNS = Path("runs")
 
 
-def newest_runs(count: int = 1, directory: Path = RUNS, *, trained: bool = False) -> list[Path]:
+def newest_runs(
+    count: int = 1, directory: Path = RUNS, *, trained: bool = False, prefers: Callable[[RunDirectory], bool] | None = None
+) -> list[Path]:
     """Return the newest `count` runs in a directory, oldest first: the default of commands that read runs.
 
+    Print the choice on stderr if there are runs of other names. Other arguments and errors are those of `directory.newest_runs`.
+
     Args:
-        trained: whether to ignore runs without a checkpoint.
-
-    Raises:
-        CheckpointError: there are fewer runs.
+        prefers: whether a run is preferred to newer ones; None: the newest is returned.
     """
-    from hpctrain.core.errors import CheckpointError
-    from hpctrain.runs.directory import runs
+    from hpctrain.runs import directory as found
 
-    newest = [run.path for run in runs(directory, None) if not trained or any(run.checkpoints.glob("checkpoint-*"))]
-    if len(newest) < count:
-        found = f"{'only one' if newest else 'no'} run{' with a checkpoint' if trained else ''}"
-        wanted = "the directory of a run" if count == 1 else f"the directories of {count} runs"
-        raise CheckpointError(f"There is {found} in {directory.absolute()}; give {wanted}.")
-    return newest[count - 1 :: -1]
+    newest = [run.path for run in found.newest_runs(directory, count, trained=trained)]
+    if prefers is not None:
+        readable = (run.open() for run in found.listed_runs(directory, None) if run.fault is None)
+        newest = [next((run.path for run in readable if prefers(run)), newest[0])]
+    if (note := found.choice_note(directory, newest[-1])) and not detect(os.environ).rank:
+        echo(note, err=True)
+    return newest
 
 
 def or_newest_trained(ctx: click.Context, parameter: click.Parameter, path: Path | None) -> Path | None:

@@ -134,7 +134,8 @@ def convert(path: Path, layout: str | None, shards: int | None, out: Path) -> No
     ends. The name of a directory of shards must end in .shards. A training can resume from the new checkpoint if it is in a run's
     directory of checkpoints.
     """
-    from hpctrain.runs.owner import owned, run_of
+    from hpctrain.runs.directory import run_of
+    from hpctrain.runs.owner import owned
     from hpctrain.storage.checkpoint import convert as write_converted
     from hpctrain.storage.checkpoint import is_sharded
 
@@ -163,7 +164,7 @@ def prune(path: Path, keep: int, drop_best: bool) -> None:
     run are deleted.
     """
     from hpctrain.runs import directory as best_record
-    from hpctrain.runs.owner import is_run, owned
+    from hpctrain.runs.owner import owned
     from hpctrain.storage import checkpoint as storage
     from hpctrain.storage.checkpoint import ABANDONED_SECONDS, remove_left
 
@@ -171,8 +172,9 @@ def prune(path: Path, keep: int, drop_best: bool) -> None:
     if not directory.is_dir():
         raise CheckpointError(f"{path} is not a directory; give a run directory to prune its checkpoints.")
     place = directory.absolute()
-    of_run = place.name == "checkpoints" and is_run(place.parent)
-    with owned(place.parent if of_run else None, "hpctrain checkpoint prune"):
+    run = best_record.run_of(place) if place.name == "checkpoints" else None
+    of_run = run is not None
+    with owned(run, "hpctrain checkpoint prune"):
         best = best_record.read_best(directory)
         left = remove_left(directory, least_age_seconds=ABANDONED_SECONDS) if of_run else []
         for file in [*storage.prune(directory, keep, () if best is None or drop_best else {best.step}, is_run=of_run), *left]:

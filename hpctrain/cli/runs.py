@@ -134,7 +134,7 @@ def _aligned(rows: list[tuple[str, ...]], width: int) -> list[str]:
     type=FilePath(file_okay=False, path_type=Path),
     default=RUNS,
     show_default=True,
-    help="Directory of runs; without RUN, its newest run is followed.",
+    help="Directory of runs, of which one is followed without RUN.",
 )
 @click.option("--once", is_flag=True, help="Show the current state once and exit.")
 @click.option(
@@ -147,15 +147,15 @@ def _aligned(rows: list[tuple[str, ...]], width: int) -> list[str]:
 def watch(run: Path | None, runs: Path, once: bool, interval: float) -> None:
     """Follow a run from another shell until it ends.
 
-    RUN is a run directory; default: the newest one in --runs. The run is only read. If the output is not a terminal, each event
-    is printed as a line.
+    RUN is a run directory; default: the newest one in --runs that is training or, if none is, the newest one. The run is only
+    read. If the output is not a terminal, each event is printed as a line.
     """
     from hpctrain.cli.watch_screen import COLUMNS
     from hpctrain.core.console import output_console
     from hpctrain.runs.directory import RunDirectory
-    from hpctrain.runs.state import RunReader
+    from hpctrain.runs.state import RunReader, trains
 
-    reader = RunReader(RunDirectory.open(run or newest_runs(directory=runs)[0]), follows=not once)
+    reader = RunReader(RunDirectory.open(run or newest_runs(directory=runs, prefers=trains)[0]), follows=not once)
     console = output_console(COLUMNS)
     if once:
         _show(reader.read(time.time()), console)

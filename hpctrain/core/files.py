@@ -17,7 +17,7 @@ from hpctrain.core.errors import ConfigError
 from hpctrain.core.text import nearest
 
 #: maximum size of a text written by people, such as a configuration, in bytes
-TEXT_BYTES = 1 << 18
+TEXT_BYTES = 1 << 20
 #: maximum size of a record written by programs, such as metrics, in bytes
 RECORD_BYTES = 1 << 31
 _BLOCK = 1 << 20

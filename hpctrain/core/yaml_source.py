@@ -18,8 +18,6 @@ KeyPath = tuple[str | int, ...]
 _MERGE = "tag:yaml.org,2002:merge"
 _MAPPING = "tag:yaml.org,2002:map"
 _SEQUENCE = "tag:yaml.org,2002:seq"
-#: maximum number of values of a text with its aliases expanded; a machine file has hundreds
-_MOST_VALUES = 10_000
 _SHOWN_CHARACTERS = 80
 
 
@@ -78,8 +76,7 @@ def read_yaml(text: str, label: str) -> tuple[Any, dict[KeyPath, str]]:
 
     Raises:
         ConfigError: the text is not valid YAML, has a duplicate key, a key that is not a string or lacks the blank after its
-            colon, an alias that contains itself, a tag, more than `TEXT_BYTES` characters, or more than 10,000 values with
-            aliases expanded.
+            colon, an alias that contains itself, a tag, or more than `TEXT_BYTES` characters, also with aliases expanded.
     """
     if len(text) > TEXT_BYTES:
         raise ConfigError(f"{label}: The text has {len(text):,} characters; the maximum is {TEXT_BYTES:,}.")
@@ -89,9 +86,9 @@ def read_yaml(text: str, label: str) -> tuple[Any, dict[KeyPath, str]]:
             root = loader.get_single_node()
             if root is None:
                 return None, {}
-            if _values(root, {}) > _MOST_VALUES:
+            if _length(root, {}) > TEXT_BYTES:
                 raise ConfigError(
-                    f"{label}: The text has too many values after its aliases are expanded; the maximum is {_MOST_VALUES:,}."
+                    f"{label}: The text is too long after its aliases are expanded; the maximum is {TEXT_BYTES:,} characters."
                 )
             return _Reader(loader, label).read(root)
         finally:
@@ -187,11 +184,13 @@ class _Reader:
             first[key.value] = key
 
 
-def _values(node: yaml.Node, known: dict[int, int]) -> int:
-    """Return the number of values in a node with its aliases expanded; an alias to an enclosing node counts as 0.
+def _length(node: yaml.Node, known: dict[int, int]) -> int:
+    """Return the number of characters of a node with its aliases expanded; an alias to an enclosing node counts as 0.
+
+    Each value counts as one character more than it has. A text that a program wrote without aliases is longer than this.
 
     Args:
-        known: counts of nodes by identity; 0 while a node is being counted.
+        known: lengths of nodes by identity; 0 while a node is being counted.
     """
     if id(node) in known:
         return known[id(node)]
@@ -199,7 +198,8 @@ def _values(node: yaml.Node, known: dict[int, int]) -> int:
     children = node.value if isinstance(node, yaml.SequenceNode) else ()
     if isinstance(node, yaml.MappingNode):
         children = [child for entry in node.value for child in entry]
-    known[id(node)] = 1 + sum(_values(child, known) for child in children)
+    own = len(node.value) if isinstance(node, yaml.ScalarNode) else 0
+    known[id(node)] = 1 + own + sum(_length(child, known) for child in children)
     return known[id(node)]
 
 

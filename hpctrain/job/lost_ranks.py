@@ -1,6 +1,6 @@
 """State that a process keeps across a loss of ranks: the ownership of the run, its directory, and the lost ranks.
 
-Rank 0 holds the ownership of a run, and all ranks know its token. After each loss, the remaining ranks form a smaller world. Each
+Rank 0 holds the ownership of a run, and all ranks have its claim. After each loss, the remaining ranks form a smaller world. Each
 rank keeps one `ShrinkState` for all worlds of the run. Ranks detect a loss at different points, so their states may differ.
 `ShrinkState.agree` makes them equal before anything is created in the new world. This module does not import NumPy.
 """
@@ -19,7 +19,7 @@ from hpctrain.core.errors import CheckpointError, CommunicationTimeoutError, Con
 from hpctrain.core.text import counted
 from hpctrain.launch.launcher import Launcher
 from hpctrain.runs.directory import RunDirectory
-from hpctrain.runs.owner import MISSED_SECONDS, Contender, Ownership
+from hpctrain.runs.owner import MISSED_SECONDS, Claim, Contender, Owner, Ownership
 from hpctrain.storage.checkpoint import remove_left
 
 if TYPE_CHECKING:
@@ -39,12 +39,12 @@ class RunOwnership:
 
     Attributes:
         ownership: ownership of the job's run, on rank 0; None on other ranks, and before the job owns a run.
+        claim: claim of the job to its run, on every rank; None before the job owns a run.
     """
 
     def __init__(self) -> None:
         self.ownership: Ownership | None = None
-        self._run: Path | None = None
-        self._token = ""
+        self.claim: Claim | None = None
 
     def take(self, session: Session, run: Path) -> bool:
         """Take ownership of a run, and release another run that the job owns. Collective.
@@ -66,18 +66,20 @@ class RunOwnership:
             return False
         self.release()
         contender = self._contender(session, run) if session.is_root else None
-        self._run, self._token = run, ""
-        while not self._token:
+        self.claim = None
+        while self.claim is None:
 
-            def attempt() -> str:
+            def attempt() -> Owner | None:
                 if contender is not None:
                     self.ownership = _attempt(contender, run)
-                return "" if self.ownership is None else self.ownership.owner.token
+                return None if self.ownership is None else self.ownership.owner
 
-            self._token = world.broadcast_object(raise_on_all_ranks(world, attempt))
+            owner = world.broadcast_object(raise_on_all_ranks(world, attempt))
             notes.alive()
-            if not self._token:
+            if owner is None:
                 time.sleep(_LOOK_SECONDS)
+            else:
+                self.claim = self.ownership or Claim(run, owner)
         return True
 
     @contextlib.contextmanager
@@ -104,7 +106,8 @@ class RunOwnership:
 
     def _contender(self, session: Session, run: Path) -> Contender:
         """Return a contender for the run. After a loss of ranks, the new rank 0 takes over from the previous owner."""
-        shrinks, predecessor = session.config.on_lost_rank.shrinks, self._token if self._run == run else ""
+        shrinks, known = session.config.on_lost_rank.shrinks, self.claim
+        predecessor = known.owner.token if known is not None and known.run == run else ""
         missed = max(MISSED_SECONDS, 2 * session.config.deadline_seconds) if shrinks else MISSED_SECONDS
         return Contender(run, _COMMAND, predecessor=predecessor, missed_seconds=missed, outlives=shrinks)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import secrets
+import shutil
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -389,9 +390,9 @@ class RunCheckpoints(Observer):
             self.saver.begin(one_file(world, replica, position, meta, self.last, retain, self._prepare, copied=copied))
 
     def _prepare(self) -> None:
-        """Raise unless this job still owns the run, and restore the run's small files, which `--resume` needs.
+        """Raise unless this job still owns the run, and restore the run's small files on rank 0, which `--resume` needs.
 
-        Called on rank 0 before it writes.
+        Each rank calls it before it writes.
         """
         require_owned(self._directory)
         restore_files(self._directory, self._files)
@@ -465,7 +466,7 @@ def one_file(
     Args:
         meta: additional metadata.
         written: callback on rank 0 after the checkpoint is written.
-        prepare: callback on rank 0 before the checkpoint is written.
+        prepare: callback on each rank that writes, before it writes.
         copied: whether tensors are copied, so that training may continue during the write.
     """
     is_root = world.rank == 0
@@ -498,8 +499,8 @@ def shards(
     parts, whole_meta = replica.own_parts(position, meta)
 
     def own() -> ShardFacts:
+        prepare()
         if rank == 0:
-            prepare()
             remove_left(path.parent, growing, of=path)
         return write_shard(growing, rank, parts)
 
@@ -509,7 +510,8 @@ def shards(
             publish(growing, path, facts, whole_meta)
         written()
 
-    return Writing(position.global_step, path, own, publish_all)
+    discard = partial(shutil.rmtree, growing, ignore_errors=True) if rank == 0 else _nothing
+    return Writing(position.global_step, path, own, publish_all, discard)
 
 
 class Rollback:

@@ -37,8 +37,7 @@ from hpctrain.run.build import build_replica
 from hpctrain.run.data_cache import give_levels
 from hpctrain.run.images import make_loader, open_alike
 from hpctrain.run.resume import check_model, data_of, find_checkpoint, stored_config
-from hpctrain.runs.directory import RunDirectory, similar_name
-from hpctrain.runs.owner import is_run
+from hpctrain.runs.directory import RunDirectory, run_of, similar_name
 from hpctrain.storage.checkpoint import CheckpointContent
 from hpctrain.training.evaluation import ConfusionCounts, ConfusionMatrix, TopClasses, predict
 from hpctrain.training.metrics import Reporter, RunningSums
@@ -161,9 +160,8 @@ def keep_log(checkpoint: Path, rank: int) -> None:
     """Continue a rank's log file in the run that the checkpoint belongs to, else in the checkpoint's directory."""
     kept = log.current_rank_log()
     if kept is not None:
-        run = RunDirectory(checkpoint.resolve().parent)
-        run = RunDirectory(run.path.parent) if run.path.name == run.checkpoints.name and is_run(run.path.parent) else run
-        kept.keep_in(run.log_path(rank))
+        place = checkpoint.resolve().parent
+        kept.keep_in(RunDirectory(run_of(place) or place).log_path(rank))
 
 
 def known_data(config: Config, path: Path, content: CheckpointContent) -> DataFacts:

@@ -38,8 +38,8 @@ from hpctrain.job.session import Session
 from hpctrain.launch.scheduler import own_job
 from hpctrain.run.images import open_alike
 from hpctrain.runs import directory
-from hpctrain.runs.directory import AUTO, BEST, RunDirectory, named_run, run_of_checkpoint, runs
-from hpctrain.runs.owner import marker_of, run_of, was_owned_by_job
+from hpctrain.runs.directory import AUTO, BEST, RunDirectory, listed_runs, named_run, run_of, run_of_checkpoint
+from hpctrain.runs.owner import marker_of, was_owned_by_job
 from hpctrain.storage import checkpoint
 from hpctrain.storage.checkpoint import CheckpointContent
 from hpctrain.storage.hdf5_store import ShardedTensors, ShardFacts, root_digest
@@ -57,13 +57,11 @@ class _Candidates:
     """Checkpoints that a source may refer to, in the order in which they are tried.
 
     Attributes:
-        named: whether the source names a single checkpoint, so that no other may replace it.
-        refusal: error message if no checkpoint is intact; None if this is not an error.
+        refusal: error message if no checkpoint is intact; None if the source names a single checkpoint, or if there is none.
     """
 
     paths: tuple[Path, ...]
-    named: bool
-    refusal: str | None
+    refusal: str | None = None
 
 
 def find_checkpoint(
@@ -75,14 +73,14 @@ def find_checkpoint(
 
     Args:
         output, name: directory and name of the runs.
-        source: "auto" (newest intact checkpoint of the newest run that has one), "best" (best checkpoint of the newest run that
+        source: "auto" (newest intact checkpoint of the newest run that has any), "best" (best checkpoint of the newest run that
             has one), a run directory or a checkpoint.
         take: collective function that takes ownership of a checkpoint's run before the checkpoint is read. It returns True if the
             job did not own the run before. Another job may then have written to the run since the search, so the search starts
             again.
 
     Raises:
-        CheckpointError: the source does not exist, or has no intact checkpoint.
+        CheckpointError: the source does not exist, cannot be read, or has no intact checkpoint.
     """
     candidates, tried = _of_root(world, lambda: _candidates(output, name, source)), set[Path]()
     while (path := next((path for path in candidates.paths if path not in tried), None)) is not None:
@@ -94,7 +92,7 @@ def find_checkpoint(
         try:
             return path, read_together(world, path)
         except CheckpointError as error:
-            if candidates.named:
+            if candidates.refusal is None:
                 raise
             if world.rank == 0:
                 _log.warning("Skipping a checkpoint. %s", error)
@@ -151,23 +149,18 @@ def _manifest(path: Path) -> tuple[Sequence[ShardFacts], Mapping[str, object]]:
 
 def _candidates(output: str, name: str, source: str) -> _Candidates:
     if source == BEST:
-        return _Candidates((directory.find_best(Path(output), name),), True, None)
+        return _Candidates((directory.find_best(Path(output), name),))
     if source != AUTO and (Path(source).is_file() or checkpoint.is_sharded(Path(source))):
-        return _Candidates((Path(source),), True, None)
-    if source != AUTO:
-        refusal = f"The run {source} has no intact checkpoint; start a new training without --resume."
-        return _Candidates(_newest_first(named_run(source)), False, refusal)
+        return _Candidates((Path(source),))
     job = own_job(os.environ)
     # A requeued job continues with its own run, even if a newer run of this name exists.
-    by_owner = sorted(runs(Path(output), name), key=lambda run: not was_owned_by_job(run.path, job))
-    having = {run.path: paths for run in by_owner if (paths := _newest_first(run))}
-    if not having:
-        return _Candidates((), False, None)
-    refusal = (
-        f"All checkpoints of the runs named {name!r} in {output} are damaged (the newest run is {next(iter(having))}); "
-        f"start a new training without --resume."
-    )
-    return _Candidates(tuple(chain.from_iterable(having.values())), False, refusal)
+    listed = listed_runs(Path(output), name) if source == AUTO else []
+    by_owner = (run.open() for run in sorted(listed, key=lambda run: not was_owned_by_job(run.path, job)))
+    for run in by_owner if source == AUTO else [named_run(source)]:
+        if (paths := _newest_first(run)) or source != AUTO:
+            refusal = f"The run {run.path} has no intact checkpoint; start a new training without --resume."
+            return _Candidates(paths, refusal)
+    return _Candidates(())
 
 
 def _newest_first(run: RunDirectory) -> tuple[Path, ...]:

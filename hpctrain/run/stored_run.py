@@ -13,11 +13,7 @@ from hpctrain.config.load import parse
 from hpctrain.config.schema import Config
 from hpctrain.core.errors import CheckpointError, ConfigError
 from hpctrain.core.yaml_source import Source
-from hpctrain.runs import directory as best_record
-from hpctrain.runs.directory import AUTO, BEST, RunDirectory, named_run, runs
-from hpctrain.runs.owner import STAMP
-
-_MOST_NAMES = 4
+from hpctrain.runs.directory import AUTO, BEST, RunDirectory, choice_note, find_best, named_run, newest_runs
 
 #: settings of ranks, machine and course of a training, which a prediction resets to their defaults
 FRESH = (
@@ -83,45 +79,13 @@ def find_run(checkpoint: str, directory: Path) -> StoredRun:
         CheckpointError: there is no such run or checkpoint.
     """
     if checkpoint in (AUTO, BEST):
-        found = _of_run(_newest(directory)) if checkpoint == AUTO else _best(directory)
-        return replace(found, note=_choice(directory, Path(found.label).parent))
+        best = None if checkpoint == AUTO else find_best(directory, None)
+        run = newest_runs(directory, trained=True)[0] if best is None else RunDirectory(best.parent.parent)
+        return replace(_of_run(run), source=str(best or run.path), note=choice_note(directory, run.path))
     path = Path(checkpoint)
     if path.is_file() or path.suffix == ".shards":
         return _of_checkpoint(path)
     return _of_run(named_run(checkpoint))
-
-
-def _newest(directory: Path) -> RunDirectory:
-    for run in runs(directory, None):
-        if any(run.checkpoints.glob("checkpoint-*")):
-            return run
-    raise CheckpointError(f"No run in {directory.absolute()} has a checkpoint; train one first, or name a run by --checkpoint.")
-
-
-def _best(directory: Path) -> StoredRun:
-    for run in runs(directory, None):
-        best = best_record.read_best(run.checkpoints)
-        if best is not None:
-            return StoredRun(str(run.checkpoints / best.checkpoint), run.config(), str(run.path / "config.yaml"))
-    raise CheckpointError(
-        f"No run in {directory.absolute()} has a best checkpoint, which needs an evaluation and a checkpoint after the same "
-        "step; use auto for the newest, or name a run by --checkpoint."
-    )
-
-
-def _choice(directory: Path, taken: Path) -> str:
-    """Return a sentence on the chosen run and how to choose another; "" if all runs have its name."""
-    others = sorted({_name(run.path) for run in runs(directory, None)} - {_name(taken)})
-    if not others:
-        return ""
-    names = ", ".join(others[:_MOST_NAMES]) + (", ..." if len(others) > _MOST_NAMES else "")
-    return f"predicting with {taken}; {directory} also has runs named {names}: choose one by --checkpoint"
-
-
-def _name(run: Path) -> str:
-    """Return the name of a run without the time of its start."""
-    match = STAMP.fullmatch(run.name)
-    return run.name if match is None else run.name[: match.start(1) - 1]
 
 
 def _of_run(run: RunDirectory) -> StoredRun:

@@ -47,10 +47,9 @@ from hpctrain.run.checkpoints import RunCheckpoints, nothing_to_choose, rollback
 from hpctrain.run.messages import set_progress
 from hpctrain.run.result import EpochCallback
 from hpctrain.run.resume import Start, find_start, introduce
-from hpctrain.runs.directory import RunDirectory, runs, software_versions
-from hpctrain.runs.owner import living_owner
+from hpctrain.runs.directory import RunDirectory, software_versions
 from hpctrain.storage import checkpoint
-from hpctrain.storage.checkpoint import ABANDONED_SECONDS, checkpoints, remove_left
+from hpctrain.storage.checkpoint import checkpoints
 from hpctrain.training.metrics import Reporter, RunningSums
 from hpctrain.training.reporters import make_reporter
 from hpctrain.training.reporting import ConsoleReporter, LogReporter, ProgressStyle
@@ -468,19 +467,11 @@ def _new_directory(session: Session, setup: TrainingSetup, ownership: RunOwnersh
             Path(config.output), config.name, config=dump(config), versions=_versions(session, setup), git=session.revision
         )
         keep_choice(session.resolved, directory)
-        _remove_left(config, directory)
         return str(directory.path)
 
     directory = RunDirectory.open(Path(session.world.broadcast_object(raise_on_all_ranks(session.world, make))))
     ownership.take(session, directory.path)
-    return replace(directory, ownership=ownership.ownership)
-
-
-def _remove_left(config: Config, directory: RunDirectory) -> None:
-    """Delete the unfinished checkpoints that other runs of this name left, except those of a run that another job owns."""
-    for run in runs(Path(config.output), config.name):
-        if run.path != directory.path and living_owner(run.path) is None:
-            remove_left(run.checkpoints, least_age_seconds=ABANDONED_SECONDS)
+    return replace(directory, ownership=ownership.claim)
 
 
 def _directory(session: Session, setup: TrainingSetup, start: Start | None, state: ShrinkState) -> RunDirectory:
@@ -492,7 +483,7 @@ def _directory(session: Session, setup: TrainingSetup, start: Start | None, stat
     if directory is None:
         return _new_directory(session, setup, ownership)
     ownership.take(session, directory.path)
-    directory = replace(directory, ownership=ownership.ownership)
+    directory = replace(directory, ownership=ownership.claim)
     _cut_records(session, setup, start, directory)
     return directory
 

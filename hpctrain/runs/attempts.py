@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
-from hpctrain.core.errors import DataError
+from hpctrain.core.errors import CheckpointError, DataError, RunOwnedError
 from hpctrain.flight.autopsy import autopsy, records_in
 from hpctrain.flight.ring import FlightRecord
 from hpctrain.launch.supervisor import AttemptOutcome
-from hpctrain.runs.directory import RunDirectory, StoredCheckpoint, flight_directory, runs, stored_checkpoints
+from hpctrain.runs.directory import RunDirectory, StoredCheckpoint, flight_directory, listed_runs, stored_checkpoints
 from hpctrain.runs.owner import living_owner, owners
 
 # Maximum number of runs read per attempt, newest first. An attempt has one run, new or resumed, which is rarely an old one.
@@ -56,12 +57,14 @@ class RunTraces:
     def _own_runs(self) -> Iterator[RunDirectory]:
         """Yield the runs with this name, newest first.
 
-        A run is omitted if another supervisor started its last owner, or if its last owner has no supervisor and may be alive.
+        A run is omitted if it cannot be read, if another supervisor started its last owner, or if its last owner has no
+        supervisor and may be alive.
         """
-        for run in runs(self._output, self._name):
-            last = next(reversed(owners(run.path)), None)
-            if last is None or last.supervisor == self._supervisor or (not last.supervisor and not living_owner(run.path)):
-                yield run
+        for run in listed_runs(self._output, self._name):
+            with suppress(CheckpointError, RunOwnedError, OSError):
+                last = next(reversed(owners(run.path)), None)
+                if last is None or last.supervisor == self._supervisor or (not last.supervisor and not living_owner(run.path)):
+                    yield run.open()
 
     def _records(self) -> Iterator[tuple[FlightRecord, ...]]:
         """Yield the records of the latest start of each run, newest run first. Runs without records are omitted."""

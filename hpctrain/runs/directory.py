@@ -19,6 +19,9 @@
 
 One rank creates and writes the directory; the others receive its path. Nothing here communicates. A resume reads the best
 evaluation from the metadata of its checkpoint and writes best.json again, so that best.json may be deleted.
+
+`listed_runs` decides which directories of an output are runs, in which order, and which of them is the original of its copies.
+All searches for a run use it. A run that cannot be read ends a search that reaches it; no other run takes its place.
 """
 
 from __future__ import annotations
@@ -32,51 +35,36 @@ import re
 import secrets
 import subprocess
 import time
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
-from itertools import count
+from itertools import count, islice
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import yaml
 
-from hpctrain.core.errors import CheckpointError, ConfigError, DataError, errors_as
+from hpctrain.core.errors import CheckpointError, ConfigError, DataError
 from hpctrain.core.files import TEXT_BYTES, json_object, read_bytes, read_text
 from hpctrain.core.text import nearest
 from hpctrain.launch.process_start import release
 from hpctrain.runs import records
-from hpctrain.runs.owner import (
-    FORMAT_VERSION,
-    MARKER,
-    STAMP,
-    Ownership,
-    RunMarker,
-    format_version,
-    is_run,
-    mark,
-    marker_of,
-    order_of,
-)
+from hpctrain.runs.owner import MARKER, Claim, Ownership, RunMarker, mark, marker_of, unreadable
 from hpctrain.runs.records import Bookkeeping
 from hpctrain.storage.atomic_write import PARTIAL, remove_unfinished, write_bytes, write_json, write_text
 from hpctrain.version import __version__
-
-if TYPE_CHECKING:
-    from hpctrain.storage.checkpoint import CheckpointContent
-
 
 #: sources of a resume or an evaluation, in place of a path
 AUTO, BEST = "auto", "best"
 _CHECKPOINT = re.compile(r"checkpoint-(\d{8,})\.(h5|shards)")
 _EARLIER = re.compile(r"config-(\d{8,})\.yaml")
 _NAME = re.compile(r"^name:.*$", re.MULTILINE)
+_STAMPED = re.compile(r"(.*)-\d{8}-\d{6}(?:-\d+)?", re.DOTALL)
 _LEGAL_NAME = re.compile(r"[A-Za-z0-9._][A-Za-z0-9._-]*")
 _GIT_SECONDS = 10
 # Size limit in bytes of the file that contains a path, above the longest path of any file system.
 _LONGEST_PATH = 1 << 14
-_MOST_CONFIG_BYTES = 1 << 20
-_MOST_BYTES_OF_SMALL = 1 << 20
+_MOST_BYTES_OF_SMALL = TEXT_BYTES
+_MOST_NAMES = 4
 
 #: files of a traced run: events for a time line, and time tables of a step
 TRACE_FILE, TABLE_FILE = "trace.json", "time_table.json"
@@ -131,7 +119,7 @@ class RunDirectory:
 
     path: Path
     bookkeeping: Bookkeeping = field(default_factory=Bookkeeping, compare=False, repr=False)
-    ownership: Ownership | None = field(default=None, compare=False, repr=False)
+    ownership: Claim | None = field(default=None, compare=False, repr=False)
 
     @classmethod
     def create(
@@ -148,8 +136,9 @@ class RunDirectory:
         Every call creates a different directory.
 
         Raises:
-            ConfigError: `name` is not a plain file name, or the directory cannot be created.
+            ConfigError: `name` is not a plain file name, `config` is too long, or the directory cannot be created.
         """
+        _check_length(config)
         if not _LEGAL_NAME.fullmatch(name):
             legal = re.sub(r"[^A-Za-z0-9._-]+", "-", name).lstrip("-") or "run"
             raise ConfigError(
@@ -160,7 +149,8 @@ class RunDirectory:
             run.checkpoints.mkdir()
             write_json(run.path / "versions.json", dict(versions))
             write_json(run.path / "git.json", dict(git))
-            later_than_all = max([time.time_ns(), *(1 + order_of(other.path) for other in runs(Path(output), None))])
+            others = (other.marker for other in listed_runs(output, None))
+            later_than_all = max([time.time_ns(), *(1 + marker.order for marker in others if marker)])
             mark(run.path, RunMarker(secrets.token_hex(8), later_than_all))
             # Last, because a directory with a marker and a configuration is a run.
             write_text(run.path / "config.yaml", config)
@@ -175,27 +165,18 @@ class RunDirectory:
         """Return an existing run.
 
         Raises:
-            CheckpointError: `path` does not exist, is not a run directory, or has another version of the format.
+            CheckpointError: `path` does not exist, is not a run directory, cannot be read, or has another version of the format.
         """
         run = cls(Path(path))
         if not os.path.lexists(run.path):
             near = nearest_run(run.path.parent, run.path.name)
             raise CheckpointError(
                 f"The run {run.path.absolute()} does not exist; give the directory of a run"
-                f"{'' if near is None else f', the nearest is {near.path}'}."
-            )
-        if (version := format_version(run.path)) not in (None, FORMAT_VERSION):
-            raise CheckpointError(
-                f"The run {path} has format version {version}, but this hpctrain reads version {FORMAT_VERSION}; "
-                f"use the hpctrain that wrote it."
-            )
-        if not (run.path / "config.yaml").is_file():
-            raise CheckpointError(
-                f"{run.path.absolute()} is not a run directory: it has no config.yaml; give a directory that a training wrote."
+                f"{'' if near is None else f', the nearest is {near}'}."
             )
         if not is_run(run.path):
             raise CheckpointError(
-                f"{run.path.absolute()} is not a run directory: it has a config.yaml, but not the {MARKER} that `hpctrain train` "
+                f"{run.path.absolute()} is not a run directory: it lacks the {MARKER} or the config.yaml that `hpctrain train` "
                 f"writes; give a directory that a training wrote."
             )
         return run
@@ -284,8 +265,9 @@ class RunDirectory:
         Configurations that were stored at this step or later are removed. Files that no run wrote are kept.
 
         Raises:
-            CheckpointError: the directory cannot be written.
+            ConfigError, CheckpointError: `config` is too long, or the directory cannot be written.
         """
+        _check_length(config)
         dated = ((_EARLIER.fullmatch(path.name), path) for path in self.path.iterdir())
         gone = {path for match, path in dated if match and int(match[1]) >= step and _is_run_config(path)}
         try:
@@ -346,8 +328,8 @@ def named_run(source: str) -> RunDirectory:
     """
     if not os.path.lexists(source):
         near = None if os.sep in source else nearest(source, (AUTO, BEST))
-        if near is None and (run := nearest_run(Path(source).parent, Path(source).name)) is not None:
-            near = str(run.path)
+        if near is None and (path := nearest_run(Path(source).parent, Path(source).name)) is not None:
+            near = str(path)
         raise CheckpointError(
             f"{Path(source).absolute()} is not a run directory or a checkpoint, as it does not exist; give {AUTO}, {BEST} or the "
             f"path of one{'' if near is None else f'; the nearest is {near}'}."
@@ -386,13 +368,21 @@ class StoredCheckpoint:
 
 
 def stored_checkpoints(directory: Path) -> list[StoredCheckpoint]:
-    """Return the checkpoints of a directory, lowest step first, without broken links and files deleted during the call."""
+    """Return the checkpoints of a directory, lowest step first, without broken links and files deleted during the call.
+
+    Raises:
+        CheckpointError: the directory cannot be read.
+    """
     found = []
-    with contextlib.suppress(OSError):
+    try:
         for entry in os.scandir(directory):
             if match := _CHECKPOINT.fullmatch(entry.name):
-                with contextlib.suppress(OSError):
+                with contextlib.suppress(FileNotFoundError):
                     found.append(StoredCheckpoint.of(int(match[1]), Path(entry.path)))
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        raise unreadable(directory, error) from error
     return sorted(found, key=lambda stored: (stored.step, stored.path))
 
 
@@ -439,7 +429,7 @@ def restore_files(run: RunDirectory, files: Mapping[str, bytes]) -> None:
             run.checkpoints.mkdir(parents=True, exist_ok=True)
         for name in sorted(missing, key=lambda name: name == "config.yaml"):  # last, because it makes the directory a run
             write_bytes(run.path / name, files[name])
-        if run.ownership is not None:
+        if isinstance(run.ownership, Ownership):
             run.ownership.restore()
     except OSError as error:
         raise CheckpointError(
@@ -461,7 +451,7 @@ def _make_unique(output: Path, stem: str) -> Path:
 def _is_run_config(path: Path) -> bool:
     """Return whether a run wrote this file: it contains the key `output`, in exactly the form in which a run dumps YAML."""
     try:
-        text = path.read_text() if path.is_file() and path.stat().st_size <= _MOST_CONFIG_BYTES else ""
+        text = read_text(path, TEXT_BYTES)
         content = yaml.safe_load(text)
         return isinstance(content, dict) and "output" in content and text == yaml.safe_dump(content, sort_keys=False, width=120)
     except (OSError, ValueError, yaml.YAMLError, RecursionError):
@@ -478,20 +468,151 @@ def _finite(value: object) -> object:
     return value
 
 
-def runs(output: Path, name: str | None) -> Iterable[RunDirectory]:
-    """Return all runs below `output`, newest first in the order of their markers.
+def _check_length(config: str) -> None:
+    """Raise unless a configuration is short enough for every reader of run directories."""
+    if len(config) > TEXT_BYTES:
+        raise ConfigError(f"The configuration has {len(config):,} characters with all its keys; the maximum is {TEXT_BYTES:,}.")
 
-    Directories that are not proven to be runs are omitted.
+
+@dataclass(frozen=True)
+class ListedRun:
+    """Run in an output directory, which may be unreadable.
+
+    Attributes:
+        path: its directory.
+        name: name in its configuration; None if it is unknown.
+        marker: its marker; None if it cannot be read.
+        fault: why the run cannot be read, or cannot be distinguished from its copies; None if it can.
+    """
+
+    path: Path
+    name: str | None
+    marker: RunMarker | None
+    fault: CheckpointError | None
+
+    def open(self) -> RunDirectory:
+        """Return the run, or raise its fault."""
+        if self.fault is not None:
+            raise self.fault
+        return RunDirectory(self.path)
+
+    def may_be(self, name: str) -> bool:
+        """Return whether the run may have a name. Without a readable name, it is that of the directory in which the run began.
+
+        Any name is possible if this is unknown, or if a resume has changed the configuration.
+        """
+        if self.name is not None:
+            return self.name == name
+        closed = not os.access(self.path, os.X_OK, effective_ids=True)
+        began = self.path.name if closed else "" if self.marker is None else self.marker.directory
+        match = _STAMPED.fullmatch(began)
+        return match is None or match[1] == name or any(self.path.glob("config-*.yaml"))
+
+
+def listed_runs(output: Path, name: str | None) -> list[ListedRun]:
+    """Return all runs below `output`, newest first in the order of their markers; those without a readable one come first.
+
+    Of the copies of a run, only that in a directory of the original's name is returned.
 
     Args:
         name: name in the configuration of the runs; None: any name.
+
+    Raises:
+        CheckpointError: `output` cannot be listed.
     """
-    ordered = []
-    for path in Path(output).glob("*/config.yaml"):
-        match = STAMP.fullmatch(path.parent.name)
-        if match and (name is None or _name_in(path) == name) and is_run(path.parent):
-            ordered.append((order_of(path.parent), match[1], int(match[2] or 1), path.parent))
-    return [RunDirectory(path) for *_, path in sorted(ordered, reverse=True)]
+    try:
+        paths = [Path(entry.path) for entry in os.scandir(output)]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        raise unreadable(Path(output), error) from error
+    copies: dict[object, list[ListedRun]] = {}
+    for run in filter(None, map(_listed, paths)):
+        if name is None or run.may_be(name):
+            fault = run.fault or (unreadable(run.path / "config.yaml", "it has no name") if name and run.name is None else None)
+            key = (run.marker.identity, run.name) if run.marker and not fault else run.path
+            copies.setdefault(key, []).append(replace(run, fault=fault))
+
+    def age(run: ListedRun) -> tuple[float, bool, Path]:  # no copy takes the place of an original that cannot be read
+        return math.inf if run.marker is None else run.marker.order, run.fault is not None, run.path
+
+    return sorted(map(_original, copies.values()), key=age, reverse=True)
+
+
+def _listed(path: Path) -> ListedRun | None:
+    """Return the description of a directory; None if it is that of another program, or of a start that was killed.
+
+    A start writes the marker, then config.yaml, then checkpoints.
+    """
+    marker, name, fault = None, None, None
+    if _STAMPED.fullmatch(path.name) is None and not os.access(path, os.X_OK, effective_ids=True):
+        return None  # a file, or a private directory that does not have the name of a run
+    try:
+        marker = marker_of(path)
+        lacking = MARKER if marker is None else "config.yaml"
+        if not is_run(path):
+            if os.path.lexists(path / lacking) or not stored_checkpoints(path / "checkpoints"):
+                return None
+            raise unreadable(path / lacking, "it is missing")
+    except CheckpointError as error:
+        fault = error
+    try:
+        name = _name_in(path / "config.yaml")
+    except CheckpointError as error:
+        fault = fault or error
+    return ListedRun(path, name, marker, fault)
+
+
+def _original(copies: Sequence[ListedRun]) -> ListedRun:
+    """Return the original of the copies of one run, found by the name of its directory; with a fault if there is no such one."""
+    named = [run for run in copies if run.marker and run.marker.directory == run.path.name]
+    if len({run.path.resolve() for run in copies}) == 1 or len(named) == 1:
+        return (named or copies)[0]
+    paths = " and ".join(sorted(str(run.path) for run in copies))
+    fault = CheckpointError(f"{paths} are copies of one run; name one of them, or move the others elsewhere.")
+    return replace(copies[0], fault=fault)
+
+
+def is_run(path: Path) -> bool:
+    """Return whether a directory is proven to be that of a run, by its marker; raise if the marker cannot be read."""
+    return os.path.lexists(path / "config.yaml") and marker_of(path) is not None
+
+
+def run_of(path: Path) -> Path | None:
+    """Return `path` if it is a run directory, or the run of a directory of checkpoints; None if there is no run; see `is_run`."""
+    place = path.parent if path.name == "checkpoints" else path
+    return place if is_run(place) else None
+
+
+def runs(output: Path, name: str | None) -> Iterator[RunDirectory]:
+    """Yield all runs below `output`, newest first, or raise if the next one cannot be read; see `listed_runs`."""
+    return (run.open() for run in listed_runs(output, name))
+
+
+def newest_runs(output: Path, count: int = 1, *, trained: bool = False) -> list[RunDirectory]:
+    """Return the newest `count` runs in a directory, oldest first: the default of commands that read runs.
+
+    Args:
+        trained: whether to ignore runs without a checkpoint.
+
+    Raises:
+        CheckpointError: there are fewer runs, or one of them cannot be read.
+    """
+    found = (run for run in runs(output, None) if not trained or stored_checkpoints(run.checkpoints))
+    newest = list(islice(found, count))
+    if len(newest) < count:
+        words = f"{'only one' if newest else 'no'} run{' with a checkpoint' if trained else ''}"
+        wanted = "the directory of a run" if count == 1 else f"the directories of {count} runs"
+        raise CheckpointError(f"There is {words} in {output.absolute()}; give {wanted}.")
+    return newest[::-1]
+
+
+def choice_note(output: Path, chosen: Path) -> str:
+    """Return a sentence on the run that was chosen by its age; "" if all runs have its name."""
+    of_name = {run.path: run.name for run in listed_runs(output, None)}
+    others = sorted({name for name in of_name.values() if name} - {of_name.get(chosen)})
+    names = ", ".join(others[:_MOST_NAMES]) + (", ..." if len(others) > _MOST_NAMES else "")
+    return f"reading {chosen}; {output} also has runs named {names}: give the directory of a run to choose it" if others else ""
 
 
 def run_of_checkpoint(path: Path, meta: Mapping[str, object]) -> RunDirectory | None:
@@ -502,39 +623,35 @@ def run_of_checkpoint(path: Path, meta: Mapping[str, object]) -> RunDirectory | 
     """
     for place in (path, path.absolute(), path.resolve()):
         run = RunDirectory(place.parent.parent)
-        if place.parent.name != run.checkpoints.name or not is_run(run.path):
-            continue
-        marker = marker_of(run.path)
-        if marker is not None and meta.get("run") == marker.identity:
-            return run
+        if place.parent.name == run.checkpoints.name and is_run(run.path):
+            marker = marker_of(run.path)
+            if marker is not None and meta.get("run") == marker.identity:
+                return run
     return None
 
 
 def _name_in(path: Path) -> str | None:
-    """Return the name in a run's configuration; None if it cannot be read.
-
-    Only the line with the name is parsed, because there may be many runs.
-    """
+    """Return the name in a run's configuration; None if it has none. Only this line is parsed, because there may be many runs."""
     try:
         line = _NAME.search(read_text(path, TEXT_BYTES))
         return None if line is None else str(yaml.safe_load(line[0])["name"])
-    except (OSError, UnicodeDecodeError, yaml.YAMLError):
-        return None
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise unreadable(path, error) from error
 
 
-def nearest_run(output: Path, word: str) -> RunDirectory | None:
+def nearest_run(output: Path, word: str) -> Path | None:
     """Return the run whose directory or name is most similar to a word, the newest of its name; None if none is similar."""
-    by_word: dict[str, RunDirectory] = {}
-    for run in runs(output, None):
-        by_word.setdefault(run.path.name, run)
-        by_word.setdefault(_name_in(run.path / "config.yaml") or "", run)
+    by_word: dict[str, Path] = {}
+    for run in listed_runs(output, None):
+        by_word.setdefault(run.path.name, run.path)
+        by_word.setdefault(run.name or "", run.path)
     near = nearest(word, by_word)
     return None if near is None else by_word[near]
 
 
 def similar_name(output: Path, name: str) -> str:
     """Return "; the nearest name of a run there is NAME" if no run has a name, but one has a similar name; else an empty text."""
-    names = {_name_in(run.path / "config.yaml") or "" for run in runs(output, None)}
+    names = {run.name or "" for run in listed_runs(output, None)}
     near = None if name in names else nearest(name, names)
     return f"; the nearest name of a run there is {near!r}" if near else ""
 
@@ -542,17 +659,6 @@ def similar_name(output: Path, name: str) -> str:
 def latest(output: Path, name: str) -> RunDirectory | None:
     """Return the newest run called `name`; None if there is none."""
     return next(iter(runs(output, name)), None)
-
-
-def resumable(output: Path, name: str) -> tuple[Path, CheckpointContent] | None:
-    """Return the newest valid checkpoint of the newest run called `name` that has one, and its content; None if there is none.
-
-    A run that ended before its first checkpoint is skipped.
-    """
-    from hpctrain.storage.checkpoint import read_newest  # imports NumPy, which commands that only list runs do not need
-
-    found = (read_newest(run.checkpoints) for run in runs(output, name))
-    return next((each for each in found if each is not None), None)
 
 
 #: name of the file with the best checkpoint, in the directory of checkpoints
@@ -609,18 +715,21 @@ def read_best(directory: Path) -> BestRecord | None:
         CheckpointError: the record cannot be read.
     """
     path = directory / BEST_RECORD
-    if not path.exists():
-        return None
-    advice = "delete the file; the run writes it again when it resumes"
-    with errors_as(CheckpointError, lambda why: f"{path} is not a record of a best checkpoint ({why}); {advice}."):
+    try:
         return BestRecord(**(json_object(read_bytes(path, _LARGEST_BYTES)) or {}))
+    except FileNotFoundError:
+        return None
+    except (DataError, OSError, TypeError) as error:
+        raise CheckpointError(
+            f"{path} is not a record of a best checkpoint ({error}); delete the file; the run writes it again when it resumes."
+        ) from error
 
 
-def find_best(output: Path, name: str) -> Path:
-    """Return the best checkpoint of the newest run called `name` that has one.
+def find_best(output: Path, name: str | None) -> Path:
+    """Return the best checkpoint of the newest run called `name`, or of any name, that has one.
 
     Raises:
-        CheckpointError: no run has a best checkpoint, or its file is missing.
+        CheckpointError: no run has a best checkpoint, its file is missing, or a newer run cannot be read.
     """
     for run in runs(output, name):
         best = read_best(run.checkpoints)
@@ -633,10 +742,10 @@ def find_best(output: Path, name: str) -> Path:
                 f"give a checkpoint that `hpctrain checkpoint list {run.path}` shows."
             )
         return path
+    called, near = ("", "") if name is None else (f" of {name!r}", similar_name(output, name))
     raise CheckpointError(
-        f"No run of {name!r} in {output.absolute()} has a best checkpoint, which requires checkpoint.best, and an evaluation "
-        f"and a checkpoint after the same step; give a checkpoint file, or auto for the newest "
-        f"checkpoint{similar_name(output, name)}."
+        f"No run{called} in {output.absolute()} has a best checkpoint, which requires checkpoint.best, and an evaluation and a "
+        f"checkpoint after the same step; give a checkpoint file, or auto for the newest checkpoint{near}."
     )
 
 

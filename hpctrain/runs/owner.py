@@ -24,21 +24,21 @@ import re
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from hpctrain.core.errors import RunOwnedError
+from hpctrain.core.errors import CheckpointError, RunOwnedError
+from hpctrain.core.files import json_object, read_bytes, require_regular
 from hpctrain.core.log import get_logger
 from hpctrain.launch import processes
 from hpctrain.launch.processes import ProcessMark
 from hpctrain.launch.scheduler import SchedulerJob, own_job
+from hpctrain.runs.records import Bookkeeping, reason
 from hpctrain.storage.atomic_write import synchronise_directory, write_json
 
-#: name of a run directory: the time of its start, and a number if several runs began in that second
-STAMP = re.compile(r".*-(\d{8}-\d{6})(?:-(\d+))?", re.DOTALL)
 #: name of the file that proves that a directory is a run
 MARKER = "run.json"
 _FORMAT = "hpctrain-run"
@@ -57,10 +57,20 @@ class RunMarker:
         identity: random text; the run's checkpoints contain it as well.
         order: nanoseconds since 1970 at the start of the run, but always greater than the values of all earlier runs. The order
             of the runs in an output directory is therefore independent of clocks that differ or jump.
+        directory: name of the directory in which the run began; a copy of the run has another. Empty if it was not recorded.
     """
 
     identity: str
     order: int
+    directory: str = ""
+
+
+def unreadable(path: Path, why: object) -> CheckpointError:
+    """Return the error for a file or directory of a run that cannot be read. No other run takes the place of such a run."""
+    return CheckpointError(
+        f"{path} cannot be read ({reason(why) if isinstance(why, OSError) else why}); restore it, grant read permission, or move "
+        f"its run elsewhere."
+    )
 
 
 def mark(path: Path, marker: RunMarker) -> None:
@@ -71,55 +81,42 @@ def mark(path: Path, marker: RunMarker) -> None:
     """
     begun = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(marker.order // 10**9))
     content = {"format": _FORMAT, "format_version": FORMAT_VERSION, "run": marker.identity, "order": marker.order}
-    write_json(path / MARKER, {**content, "begun": begun})
+    write_json(path / MARKER, {**content, "begun": begun, "directory": path.name})
 
 
 def marker_of(path: Path) -> RunMarker | None:
-    """Return the marker of the run directory `path`; None if it has none of this version of the format."""
+    """Return the marker of the run directory `path`; None if it has none, or if `run.json` belongs to another program.
+
+    Raises:
+        CheckpointError: the marker cannot be read, is damaged, or has another version of the format.
+    """
     try:
         status = (path / MARKER).stat()
-    except OSError:
+        version = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+        return _read_marker(path.absolute(), *version)
+    except (FileNotFoundError, NotADirectoryError):
         return None
-    return _read_marker(path.absolute(), status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+    except OSError as error:
+        raise unreadable(path / MARKER, error) from error
 
 
 @lru_cache(maxsize=1 << 10)
 def _read_marker(path: Path, *version: int) -> RunMarker | None:
     """Return the marker in a run directory. Cached by version of the file, because a start needs it several times."""
-    content = _json_object(path / MARKER)
-    identity, order = content.get("run"), content.get("order")
-    is_known = (content.get("format"), content.get("format_version")) == (_FORMAT, FORMAT_VERSION)
-    if not is_known or not isinstance(identity, str) or not isinstance(order, int):
+    content = json_object(read_bytes(path / MARKER, _MOST_BYTES))
+    if content is None:
+        raise unreadable(path / MARKER, "it is not a JSON object")
+    if content.get("format") != _FORMAT:
         return None
-    return RunMarker(identity, min(max(0, order), _MOST_NS))
-
-
-def is_run(path: Path) -> bool:
-    """Return whether `path` is proven to be a run directory, by its marker."""
-    return (path / "config.yaml").is_file() and marker_of(path) is not None
-
-
-def format_version(path: Path) -> object:
-    """Return the version of the format of the run directory `path`, which this program may not read; None without a marker."""
-    content = _json_object(path / MARKER)
-    return content.get("format_version") if content.get("format") == _FORMAT else None
-
-
-def _json_object(path: Path) -> Mapping[str, object]:
-    """Return the JSON object in a small file; an empty one if the file is missing, too large or not a JSON object."""
-    try:
-        if not path.is_file() or path.stat().st_size > _MOST_BYTES:
-            return {}
-        content = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return content if isinstance(content, dict) else {}
-
-
-def order_of(path: Path) -> int:
-    """Return the position of a run in the order of runs; 0 if its marker has been deleted."""
-    marker = marker_of(path)
-    return 0 if marker is None else marker.order
+    if (found := content.get("format_version")) != FORMAT_VERSION:
+        raise CheckpointError(
+            f"The run {path} has format version {found}, but this hpctrain reads version {FORMAT_VERSION}; "
+            f"use the hpctrain that wrote it."
+        )
+    identity, order = content.get("run"), content.get("order")
+    if not isinstance(identity, str) or not isinstance(order, int):
+        raise unreadable(path / MARKER, "it has no identity or no order")
+    return RunMarker(identity, min(max(0, order), _MOST_NS), str(content.get("directory", "")))
 
 
 FOLDER = "owners"
@@ -193,17 +190,25 @@ class _Record:
 
 
 def owners(run: Path) -> list[Owner]:
-    """Return all owners of a run, the latest last. Damaged records are omitted."""
-    records = (_read(run, number) for number in _numbers(run))
-    return [record.owner for record in records if record is not None and record.owner is not None]
+    """Return all owners of a run, the latest last. Records that are damaged or cannot be read are omitted."""
+    found = []
+    with contextlib.suppress(OSError):
+        for number in _numbers(run):
+            with contextlib.suppress(RunOwnedError):
+                record = _read(run, number)
+                found += [] if record is None or record.owner is None else [record.owner]
+    return found
 
 
 def living_owner(run: Path) -> Owner | None:
     """Return the latest owner of a run; None if it is known to have ended.
 
     The call does not wait for a sign of life, so the returned owner may be dead.
+
+    Raises:
+        RunOwnedError, OSError: the record of the owner cannot be read, or records cannot be listed.
     """
-    record = _latest(run)
+    record = _latest(run, _numbers(run))
     over = record is None or record.released or _process_lives(record) is False
     return None if record is None or over else record.owner
 
@@ -211,13 +216,6 @@ def living_owner(run: Path) -> Owner | None:
 def was_owned_by_job(run: Path, job: SchedulerJob) -> bool:
     """Return whether any start of the same job has owned the run."""
     return bool(job.chain) and any(job.is_chain_of(owner.job) for owner in owners(run))
-
-
-def run_of(path: Path) -> Path | None:
-    """Return `path` if it is a run directory, or the run of a directory of checkpoints; None if there is no run."""
-    if path.name == "checkpoints" and is_run(path.parent):
-        return path.parent
-    return path if is_run(path) else None
 
 
 class Contender:
@@ -266,16 +264,17 @@ class Contender:
             OSError: the run cannot be written.
         """
         (self._run / FOLDER).mkdir(exist_ok=True)
-        while True:
-            latest = _latest(self._run)
-            ended = "" if latest is None else self._reason_ended(latest)
-            if ended is None:
-                return None
-            owner = replace(self._owner, number=1 if latest is None else latest.number + 1)
-            if _make(self._run, owner):
-                if ended and latest is not None:
-                    _log.warning("%s is taken over from %s, %s.", self._run, latest.owner or "an unknown owner", ended)
-                return Ownership(self._run, owner)
+        numbers = _numbers(self._run)
+        latest = _latest(self._run, numbers)
+        ended = "" if latest is None else self._reason_ended(latest)
+        if ended is None:
+            return None
+        owner = replace(self._owner, number=max(numbers, default=0) + 1)
+        if not _make(self._run, owner):  # another process was faster; the next attempt finds its record
+            return None
+        if ended and latest is not None:
+            _log.warning("%s is taken over from %s, %s.", self._run, latest.owner or "an unknown owner", ended)
+        return Ownership(self._run, owner)
 
     def _reason_ended(self, record: _Record) -> str | None:
         """Return the reason why an owner is considered dead, as the end of a sentence.
@@ -330,36 +329,57 @@ class Contender:
         return f"which has shown no sign of life for {most:.0f} s" if self._still_seconds >= most else None
 
 
-class Ownership:
-    """Right to write to a run, until `release`. A thread regularly updates the record as a sign of life.
+class Claim:
+    """Right of a job to write to a run, as its other ranks know it.
 
     Attributes:
         run: directory of the run.
-        owner: contents of this process's record.
+        owner: contents of the job's record.
     """
 
     def __init__(self, run: Path, owner: Owner) -> None:
         self.run, self.owner = run, owner
+
+    def require(self) -> None:
+        """Raise unless the job still owns the run. Another job may take it over if the owner is stopped for long.
+
+        Raises:
+            RunOwnedError: another process has taken over.
+            CheckpointError: the records of owners cannot be read.
+        """
+        try:
+            self._next().lstat()
+        except (FileNotFoundError, NotADirectoryError):
+            return
+        except OSError as error:
+            raise unreadable(self._next(), error) from error
+        others = [owner for owner in owners(self.run) if owner.number > self.owner.number]
+        raise RunOwnedError(
+            f"The run {self.run} was taken over by {others[-1] if others else 'another job'}, because this process has shown "
+            f"no sign of life for {self.owner.missed_seconds:.0f} s; this process stops writing to it."
+        )
+
+    def _next(self) -> Path:
+        return _path(self.run, self.owner.number + 1)
+
+
+class Ownership(Claim):
+    """Claim of the process that holds it, until `release`. A thread regularly updates the record as a sign of life."""
+
+    def __init__(self, run: Path, owner: Owner) -> None:
+        super().__init__(run, owner)
         self._path = _path(run, owner.number)
         self._beats = 0
+        self._bookkeeping = Bookkeeping()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="hpctrain-owner", daemon=True)
         self._thread.start()
 
     def require(self) -> None:
-        """Raise unless this process still owns the run. Another process may take it over if this one is stopped for long.
-
-        Raises:
-            RunOwnedError: another process has taken over, or this one has released the run.
-        """
+        """Raise unless this process still owns the run."""
         if self._ended.is_set():
             raise RunOwnedError(f"The run {self.run} was released by this process and is no longer written to.")
-        if self._next().exists():
-            others = [owner for owner in owners(self.run) if owner.number > self.owner.number]
-            raise RunOwnedError(
-                f"The run {self.run} was taken over by {others[-1] if others else 'another job'}, because this process has shown "
-                f"no sign of life for {self.owner.missed_seconds:.0f} s; this process stops writing to it."
-            )
+        super().require()
 
     def release(self) -> None:
         """Release the run. May be called twice."""
@@ -379,25 +399,26 @@ class Ownership:
             (self.run / FOLDER).mkdir(parents=True, exist_ok=True)
             _make(self.run, self.owner)
 
-    def _next(self) -> Path:
-        return _path(self.run, self.owner.number + 1)
-
     def _run(self) -> None:
         while not self._ended.wait(BEAT_SECONDS):
             self._beats += 1
             self._write({"beat": self._beats})
 
     def _write(self, line: dict[str, int]) -> None:
-        """Overwrite the last line of the record in place.
+        """Overwrite the last line of the record in place. A failure is logged: without signs of life, the run may be taken over.
 
         The line is short enough that readers never see a part of it. Overwriting it needs no additional disk space.
         """
-        with contextlib.suppress(OSError):
-            descriptor = os.open(self._path, os.O_WRONLY | os.O_CLOEXEC)
-            try:
-                os.pwrite(descriptor, _last_line(line), os.fstat(descriptor).st_size - _LINE_BYTES)
-            finally:
-                os.close(descriptor)
+
+        def write() -> None:
+            with contextlib.suppress(FileNotFoundError):  # the directory was removed; the next checkpoint restores it
+                descriptor = os.open(self._path, os.O_WRONLY | os.O_CLOEXEC)
+                try:
+                    os.pwrite(descriptor, _last_line(line), os.fstat(descriptor).st_size - _LINE_BYTES)
+                finally:
+                    os.close(descriptor)
+
+        self._bookkeeping.attempt("sign of life of the owner", write)
 
 
 @contextlib.contextmanager
@@ -420,7 +441,7 @@ def owned(run: Path | None, command: str) -> Iterator[None]:
         ownership.release()
 
 
-def _refusal(run: Path, owner: Owner) -> RunOwnedError:
+def _refusal(run: Path, owner: object) -> RunOwnedError:
     return RunOwnedError(
         f"The run {run} is being written to by {owner}, and a run has one owner at a time; wait until the owner ends, stop it, "
         f"or start a new run with another name or output."
@@ -432,16 +453,17 @@ def _path(run: Path, number: int) -> Path:
 
 
 def _numbers(run: Path) -> list[int]:
+    """Return the numbers of all records, in order; raise OSError if they cannot be listed."""
     try:
         names = os.listdir(run / FOLDER)
-    except OSError:
+    except (FileNotFoundError, NotADirectoryError):
         return []
     return sorted(int(match[1]) for match in map(_NAME.fullmatch, names) if match)
 
 
-def _latest(run: Path) -> _Record | None:
+def _latest(run: Path, numbers: Sequence[int]) -> _Record | None:
     """Return the record with the highest number; None if there is none."""
-    for number in reversed(_numbers(run)):
+    for number in reversed(numbers):
         record = _read(run, number)
         if record is not None:
             return record
@@ -449,15 +471,16 @@ def _latest(run: Path) -> _Record | None:
 
 
 def _read(run: Path, number: int) -> _Record | None:
-    """Return a record, which may be damaged; None if it has been deleted."""
+    """Return a record, which may be damaged; None if it has been deleted. If it cannot be read, its owner may be alive: raise."""
     try:
+        require_regular(_path(run, number))
         # Some file systems return an outdated status for a file that is not open.
         with open(_path(run, number), "rb") as file:
             inode, text = os.fstat(file.fileno()).st_ino, file.read(1 << 16)
     except FileNotFoundError:
         return None
-    except OSError:
-        return _Record(number, b"", None)
+    except OSError as error:
+        raise _refusal(run, f"an owner whose record {_path(run, number)} cannot be read ({reason(error)})") from error
     try:
         first, last = map(json.loads, text.splitlines())
         owner = _owner(number, first)
@@ -514,7 +537,8 @@ def _make(run: Path, owner: Owner) -> bool:
 def _write_record(descriptor: int, owner: Owner) -> None:
     """Write a record to a new file and synchronise it."""
     values = {**asdict(owner), "inode": os.fstat(descriptor).st_ino}
-    os.write(descriptor, json.dumps(values).encode() + b"\n" + _last_line({"beat": 0}))
+    with open(descriptor, "wb", closefd=False) as file:
+        file.write(json.dumps(values).encode() + b"\n" + _last_line({"beat": 0}))
     os.fsync(descriptor)
 
 
@@ -542,6 +566,9 @@ def _create_new(target: Path, owner: Owner) -> bool:
         return False
     try:
         _write_record(descriptor, owner)
+    except OSError:
+        target.unlink(missing_ok=True)
+        raise
     finally:
         os.close(descriptor)
     return True

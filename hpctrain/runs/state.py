@@ -9,17 +9,19 @@ import os
 import socket
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hpctrain.core.errors import DataError
+from hpctrain.core.errors import CheckpointError, DataError, RunOwnedError
 from hpctrain.core.files import json_object, read_bytes
 from hpctrain.core.text import loss_text, spans
 from hpctrain.flight.autopsy import autopsy, records_in
 from hpctrain.flight.ring import FlightRecord
 from hpctrain.launch.process_end import End
 from hpctrain.runs.directory import RunDirectory, stored_checkpoints
+from hpctrain.runs.owner import living_owner
 
 
 @dataclass(frozen=True)
@@ -215,6 +217,16 @@ class RunReader:
         except (DataError, OSError):
             return ()
         return self._records
+
+
+def trains(run: RunDirectory) -> bool:
+    """Return whether a run is training, as far as this machine can see."""
+    with suppress(CheckpointError):
+        with suppress(RunOwnedError, OSError):  # an owner whose record cannot be read may be alive
+            if living_owner(run.path) is None:
+                return False
+        return RunReader(run).read(time.time()).end is None
+    return False
 
 
 def _lines(content: bytes) -> list[Record]:

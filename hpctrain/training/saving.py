@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.comm.base import Communicator, on_ranks, raise_on_all_ranks
-from hpctrain.core.errors import CheckpointError, CheckpointRemovedError
+from hpctrain.core.errors import CheckpointError, CheckpointRemovedError, RunOwnedError
 from hpctrain.flight.recorder import FlightNotes
 from hpctrain.training.metrics import Reporter
 
@@ -98,12 +98,14 @@ class Writing:
             nothing.
         publish: function that makes the checkpoint visible, called on rank 0 with the results of `own` on all ranks; None: the
             checkpoint is visible once `own` has returned.
+        discard: function that deletes what is left of a checkpoint that is given up.
     """
 
     step: int
     path: Path
     own: Callable[[], Any] | None
     publish: Callable[[Sequence[Any]], None] | None = None
+    discard: Callable[[], object] = lambda: None
 
 
 @dataclass(frozen=True)
@@ -185,7 +187,7 @@ class Saver:
             self._warn(step, f"{self._missing}.")
             return False
         self._warn(before.step, f"The checkpoint of step {before.step} is abandoned for the checkpoint of step {step}.")
-        self._release()
+        self._release(given_up=True)
         return True
 
     def begin(self, writing: Writing) -> None:
@@ -276,14 +278,14 @@ class Saver:
         if written:
             _require(self._missing)
             return
-        self._release()
+        busy = [rank for rank, state in enumerate(states) if state.busy]
+        self._release(given_up=not busy)
         failed = [state for state in states if state.failure is not None]
         if failed and all(state.removed for state in failed):  # a moment later the finished files would have been removed
             self._warn(writing.step, f"{failed[0].failure} The run ends without the checkpoint of step {writing.step}.")
             return
         if failed:
             raise CheckpointError(failed[0].failure or "")
-        busy = [rank for rank, state in enumerate(states) if state.busy]
         raise CheckpointError(
             f"The checkpoint {writing.path} was not written within the deadline of {self._deadline_seconds:g} s at the end of "
             f"the run{on_ranks(busy, self._world.size)}; check the disk, and resume from the previous checkpoint."
@@ -345,8 +347,10 @@ class Saver:
         self._publishes = True
         self._start((lambda: publish(results)) if self._world.rank == 0 else None)
 
-    def _release(self) -> None:
-        """Release the copies of tensors, because the next checkpoint needs as much memory."""
+    def _release(self, *, given_up: bool = False) -> None:
+        """Release the copies of tensors, because the next checkpoint needs as much memory; discard a checkpoint `given_up`."""
+        if given_up and self._writing is not None:
+            self._writing.discard()
         self._writing = self._work = None
 
     def _report_failures(self, writing: Writing, states: Sequence[_State]) -> None:
@@ -379,11 +383,15 @@ class Saver:
 
 
 def _write_now(world: Communicator, writing: Writing) -> None:
-    result = raise_on_all_ranks(world, writing.own or _nothing)
-    publish = writing.publish
-    if publish is not None:
-        results = world.allgather_object(result)
-        raise_on_all_ranks(world, (lambda: publish(results)) if world.rank == 0 else _nothing)
+    try:
+        result = raise_on_all_ranks(world, writing.own or _nothing)
+        publish = writing.publish
+        if publish is not None:
+            results = world.allgather_object(result)
+            raise_on_all_ranks(world, (lambda: publish(results)) if world.rank == 0 else _nothing)
+    except (CheckpointError, RunOwnedError):  # the same on all ranks
+        writing.discard()
+        raise
 
 
 def _require(missing: str | None) -> None:

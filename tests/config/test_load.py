@@ -150,10 +150,10 @@ def _laughs(levels: int, entry: str) -> str:
         _laughs(9, "[{}]"),
         _laughs(200, "[{}]"),
         "z: &a0 {x: 1}\n" + "\n".join(f"a{n}: &a{n} {{<<: [{', '.join([f'*a{n - 1}'] * 9)}]}}" for n in range(1, 9)),
-        "[" + "a," * 10_100 + "]",
+        "[" + "a," * (1 << 19) + "]",
         "[" * 5_000,
         "{a: " * 5_000,
-        "a: " + "x" * (1 << 18),
+        "a: " + "x" * (1 << 20),
         "- " * 5_000,
     ],
     ids=["aliases", "deep-aliases", "merges", "long", "lists", "mappings", "characters", "indents"],
@@ -487,8 +487,8 @@ def test_a_text_has_a_length(key: str, most: int) -> None:
 def test_a_configuration_that_has_no_end_is_one_sentence(kind: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"configuration: it is .*, not a regular file; give|is a directory, but"):
         load(make_node(tmp_path / "config.yaml", kind))
-    (tmp_path / "long.yaml").write_text("# " + "x" * (1 << 18))
-    with pytest.raises(ConfigError, match=r"long.yaml: Cannot read the configuration: it has more than 262,144 bytes"):
+    (tmp_path / "long.yaml").write_text("# " + "x" * (1 << 20))
+    with pytest.raises(ConfigError, match=r"long.yaml: Cannot read the configuration: it has more than 1,048,576 bytes"):
         load(tmp_path / "long.yaml")
 
 

@@ -25,8 +25,8 @@ from hpctrain.core.errors import CheckpointError, DivergedError
 from hpctrain.data.writer import write_data_file
 from hpctrain.optim.optimizers import Sgd
 from hpctrain.run.python_job import LoopCheckpoints
-from hpctrain.runs.directory import RunDirectory, latest, runs
-from hpctrain.runs.owner import MARKER, is_run
+from hpctrain.runs.directory import RunDirectory, is_run, latest, runs
+from hpctrain.runs.owner import MARKER
 from hpctrain.storage import checkpoint
 from hpctrain.storage.checkpoint import CheckpointContent, checkpoint_path, read
 from hpctrain.training.replica import LoopState, Replica
@@ -36,7 +36,7 @@ from hpctrain_testing.virtual.communicator import ThreadCommunicator
 from hpctrain_testing.virtual.run import run_virtual, virtual_engine
 from tests.support import nets
 from tests.support.jobs import Outcome, run_job
-from tests.support.runs import make_run, train_virtual
+from tests.support.runs import train_virtual
 from tests.support.tiny_runs import whole_lines
 from tests.support.training import Task, batches, replica_of
 
@@ -487,12 +487,12 @@ def test_commands_take_no_other_directory_for_a_run(trained: Path, tmp_path: Pat
     (project / "checkpoints/best.json").unlink()
     before = _contents(project)
     assert not is_run(project)
-    with pytest.raises(CheckpointError, match=r"has a config.yaml, but not the run.json"):
+    with pytest.raises(CheckpointError, match=r"lacks the run.json or the config.yaml"):
         RunDirectory.open(project)
     for words in (["report", str(project)], ["compare", str(project), str(project)], ["watch", str(project), "--once"]):
         result = CliRunner().invoke(cli, words)
         assert result.exit_code == 2, words
-        assert "is not a run directory: it has a config.yaml, but not the run.json" in result.output
+        assert "is not a run directory: it lacks the run.json or the config.yaml" in result.output
     result = CliRunner().invoke(cli, ["checkpoint", "prune", str(project), "--keep", "1"])
     assert (result.exit_code, result.output) == (0, "")
     assert latest(tmp_path, "tiny") is None
@@ -507,24 +507,6 @@ def test_a_checkpoint_of_a_program_says_so(trained: Path, tmp_path: Path) -> Non
     with pytest.raises(CheckpointError, match="was written by a Python program with its own training loop"):
         train_virtual(1, trained / "tiny.yaml", f"output={tmp_path / 'runs'}", resume=str(tmp_path / "net.h5"), steps=1)
     assert json.loads((_run(trained).path / MARKER).read_text())["format"] == "hpctrain-run"
-
-
-def test_a_new_run_removes_what_killed_runs_of_its_name_have_left(tmp_path: Path) -> None:
-    """Once it is old, and of its name only."""
-    write_images(tmp_path)
-    (tmp_path / "tiny.yaml").write_text(CONFIG.replace("train.h5", f"{tmp_path}/train.h5"))
-    output = tmp_path / "runs"
-    left = {}
-    for name, stamp in (("tiny", "20200101-000000"), ("tiny", "20200101-000001"), ("other", "20200101-000000")):
-        checkpoints = output / f"{name}-{stamp}" / "checkpoints"
-        make_run(checkpoints.parent, f"name: {name}\n")
-        left[name, stamp] = checkpoints / "checkpoint-00000002.h5.partial"
-        left[name, stamp].write_bytes(b"half")
-    for key in (("tiny", "20200101-000000"), ("other", "20200101-000000")):
-        os.utime(left[key], (1e9, 1e9))
-    train_virtual(2, tmp_path / "tiny.yaml", f"output={output}", steps=1)
-    run = latest(output, "tiny")
-    assert (run.path.parent, [key for key, path in left.items() if not path.exists()]) == (output, [("tiny", "20200101-000000")])
 
 
 TASK = Task(nets.plain, NumpyKernelSet(), partial(Sgd, momentum=0.9), steps=6)

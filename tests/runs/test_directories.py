@@ -29,14 +29,16 @@ from hpctrain.runs.directory import (
     git_state,
     latest,
     restore_files,
-    resumable,
+    run_of,
     runs,
     small_files,
     software_versions,
 )
-from hpctrain.runs.owner import Contender, Owner, Ownership, is_run, living_owner, owned, owners, run_of, was_owned_by_job
+from hpctrain.runs.owner import Claim, Contender, Owner, Ownership, living_owner, owned, owners, was_owned_by_job
 from hpctrain.storage.checkpoint import CheckpointContent, checkpoint_path, write
 from tests.support.runs import make_run
+from tests.support.users import as_nobody
+from tests.support.users import place as place
 
 CONFIG = "model:\n  name: small\nname: quickstart\noutput: runs\n"
 
@@ -80,14 +82,18 @@ def test_create_and_open(tmp_path):
         RunDirectory.open(tmp_path)
 
 
-def test_a_run_of_another_version_is_refused_and_not_listed(tmp_path):
+def test_a_run_of_another_version_is_refused_and_never_passed_over(tmp_path):
     """A run of a later release must not be resumed, which would cut its records."""
+    create(tmp_path)
     run = create(tmp_path)
     marker = run.path / "run.json"
     marker.write_text(marker.read_text().replace('"format_version": 1', '"format_version": 2'))
-    with pytest.raises(CheckpointError, match="has format version 2, but this hpctrain reads version 1; use the hpctrain that"):
-        RunDirectory.open(run.path)
-    assert (is_run(run.path), list(runs(tmp_path, "quickstart"))) == (False, [])
+    for search in (lambda: RunDirectory.open(run.path), lambda: latest(tmp_path, "quickstart"), lambda: latest(tmp_path, None)):
+        with pytest.raises(
+            CheckpointError, match="has format version 2, but this hpctrain reads version 1; use the hpctrain that"
+        ):
+            search()
+    assert latest(tmp_path, "another") is None
 
 
 @pytest.mark.parametrize(("word", "found"), [("frist", "first"), ("fisrt-20261126", "first"), ("zebra", "")])
@@ -131,7 +137,7 @@ def test_small_files_come_back_where_the_directory_was_removed(tmp_path):
     shutil.rmtree(run.path)
     write(checkpoint_path(run.checkpoints, 3), CheckpointContent({"parameters/a": np.ones(3)}, {}))
     restore_files(run, files)
-    assert (resumable(tmp_path, "quickstart")[0], small_files(run)) == (checkpoint_path(run.checkpoints, 3), files)
+    assert (latest(tmp_path, "quickstart"), small_files(run)) == (run, files)
     (run.path / "config.yaml").write_text("name: changed\n")
     restore_files(run, files)
     assert run.config() == "name: changed\n"
@@ -150,17 +156,6 @@ def test_latest_goes_by_time_and_name(tmp_path):
         "net-20231231-235959",
     ]
     assert latest(tmp_path, "net-wide").path.name == "net-wide-20300101-000000"
-
-
-def test_resumable_is_the_newest_run_with_a_valid_checkpoint(tmp_path):
-    assert resumable(tmp_path, "net") is None
-    at(tmp_path, "net-20240101-000000", 7, 9)
-    damaged = at(tmp_path, "net-20240102-000000", 25)
-    checkpoint_path(damaged.checkpoints, 25).write_bytes(b"half")
-    at(tmp_path, "net-20240103-000000")
-    path, content = resumable(tmp_path, "net")
-    assert path == checkpoint_path(tmp_path / "net-20240101-000000" / "checkpoints", 9)
-    assert np.array_equal(content.tensors["parameters/a"], np.ones(3))
 
 
 def test_a_run_is_known_by_the_name_in_its_configuration(tmp_path):
@@ -465,6 +460,42 @@ def test_an_owner_shows_signs_of_life_and_writes_nothing_once_it_is_taken_for_de
     put(tmp_path, ELSEWHERE, 2)
     with pytest.raises(RunOwnedError, match="was taken over by hpctrain train, process 7 on n1"):
         ownership.require()
+    ownership.release()
+
+
+@pytest.mark.parametrize("hidden", ["owners/owner-00001.jsonl", "owners"])
+def test_an_owner_that_cannot_be_seen_is_not_taken_for_dead(place: Path, hidden: str) -> None:
+    """The record of a colleague may be unreadable; the job is refused at once, and the owner keeps the run."""
+    put(place, ELSEWHERE)
+    for path in (place, place / "owners"):
+        path.chmod(0o777)
+    (place / hidden).chmod(0)
+    with as_nobody(), pytest.raises((RunOwnedError, PermissionError)) as caught:
+        last(Contender(place, "another", clock=Clock()), 200)
+    assert hidden in f"{caught.value}"
+    assert os.listdir(place / "owners") == ["owner-00001.jsonl"]
+
+
+def test_a_sign_of_life_that_cannot_be_written_is_reported(tmp_path: Path, monkeypatch, caplog) -> None:
+    """Otherwise the next job would take the run over, and nothing would say why."""
+    monkeypatch.setattr(run_owner, "BEAT_SECONDS", 0.01)
+    ownership = Contender(tmp_path, "first").attempt()
+    path = run_owner._path(tmp_path, 1)
+    path.unlink()
+    path.mkdir()
+    ownership._thread.join(0.1)
+    ownership.release()
+    assert "Cannot write the sign of life of the owner (Is a directory)" in caplog.text
+
+
+def test_every_rank_knows_that_the_run_was_taken_over(tmp_path: Path) -> None:
+    """A rank other than 0 writes its shard only while its job owns the run."""
+    ownership = Contender(tmp_path, "first").attempt()
+    claim = Claim(tmp_path, ownership.owner)
+    claim.require()
+    put(tmp_path, ELSEWHERE, 2)
+    with pytest.raises(RunOwnedError, match="was taken over by hpctrain train, process 7 on n1"):
+        claim.require()
     ownership.release()
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -36,12 +38,14 @@ from hpctrain_testing.virtual.run import run_virtual, virtual_engine
 
 
 def make_run(path: Path, config: str) -> Path:
-    """Make the directory of a run without records and checkpoints, and return it. Such runs are ordered by their names."""
+    """Make the directory of a run without records and checkpoints, ordered by the time in its name, and return it."""
     (path / "checkpoints").mkdir(parents=True, exist_ok=True)
     (path / "config.yaml").write_text(config)
     (path / "versions.json").write_text(json.dumps({"python": "3.11.7", "hpctrain": "0.1.0"}))
     (path / "git.json").write_text("{}")
-    mark(path, RunMarker("0" * 16, 0))
+    date, second, number = re.fullmatch(r".*?(?:-(\d{8})-(\d{6})(?:-(\d+))?)?", path.name).groups()
+    order = int(f"{date or 0}{second or 0}{int(number or 1):03}")
+    mark(path, RunMarker(hashlib.sha256(path.name.encode()).hexdigest()[:16], order))
     return path
 
 

@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,9 +17,11 @@ import pytest
 from hpctrain.comm.base import Communicator, SingleCommunicator
 from hpctrain.core.errors import CheckpointError, CheckpointRemovedError
 from hpctrain.flight.recorder import FlightNotes
+from hpctrain.run.checkpoints import shards
 from hpctrain.storage.atomic_write import not_written
 from hpctrain.training.metrics import Reporter
 from hpctrain.training.saving import BackgroundWriter, Saver, Writing
+from hpctrain.training.snapshot import Position
 from hpctrain_testing.virtual.communicator import ThreadCommunicator
 from hpctrain_testing.virtual.run import run_virtual
 
@@ -296,6 +299,40 @@ def test_files_that_another_process_removes_end_no_run(asynchronous: bool, times
     assert len(published) >= written
     if times == 1000:
         assert any("without the checkpoint of step 5" in line for line in lines)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("last", [False, True])
+def test_a_checkpoint_that_is_given_up_leaves_no_shards(tmp_path: Path, asynchronous: bool, last: bool) -> None:
+    """A full disk would otherwise stay full: shards that were written are useless without the one that failed."""
+    full = [True] * RANKS
+
+    def work(comm: ThreadCommunicator, reporter: RecordingReporter) -> None:
+        saver = saver_of(comm, reporter, asynchronous=asynchronous)
+        replica: Any = SimpleNamespace(own_parts=lambda position, meta: ({}, meta))
+
+        def prepare() -> None:
+            if comm.rank == 1 and full[comm.rank]:
+                raise CheckpointError("The disk is full.")
+
+        def write(number: int, *, waits: bool = True) -> None:
+            assert saver.ready(number)
+            saver.begin(shards(comm, replica, Position(), {}, tmp_path / f"checkpoint-{number:08d}.shards", prepare=prepare))
+            if waits:
+                saver.finish()
+
+        if last or not asynchronous:
+            with pytest.raises(CheckpointError, match="The disk is full"):
+                write(5)
+            assert comm.allgather_object(list(tmp_path.iterdir())) == [[]] * RANKS
+        else:
+            write(5, waits=False)
+            steps_until(comm, saver, lambda: bool(reporter.lines))
+            full[comm.rank] = False
+            write(6)
+            assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-00000006.shards"]
+
+    on_each(work)
 
 
 def test_a_removed_directory_is_distinguished_from_a_disk_that_fails(tmp_path: Path) -> None:
