@@ -9,11 +9,13 @@ of updates of each parameter (`UpdateCounts`).
 
 from __future__ import annotations
 
+import inspect
 from abc import abstractmethod
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from enum import StrEnum
+from functools import cache
 from itertools import pairwise
 
 import numpy as np
@@ -66,6 +68,14 @@ class Norms:
         return float(np.sqrt(self.squares[:, 1].sum()))
 
 
+_PLAIN = (bool, int, float, str, type(None), type)
+
+
+@cache
+def _arguments(kind: type) -> tuple[str, ...]:
+    return tuple(inspect.signature(kind).parameters)
+
+
 class Optimizer(metaclass=CheckedArguments):
     """Base of optimisers, which update `group.data` from `group.grad`.
 
@@ -98,6 +108,16 @@ class Optimizer(metaclass=CheckedArguments):
     def needs_norms(self) -> bool:
         """Whether `update` needs `norms` (LARS, LAMB or clipping)."""
         return self.norms_needed is not NormsNeeded.NONE
+
+    def settings(self, *, arguments: bool = False) -> dict[str, object]:
+        """Return the class and the attributes that are plain values, by name. Before `bind`, they must be equal on all ranks.
+
+        Args:
+            arguments: whether to return only arguments of the constructor, which must be equal on all ranks in every step.
+        """
+        names = _arguments(type(self)) if arguments else ("__class__", *vars(self))
+        values = {name: getattr(self, name, None) for name in names}
+        return {name: getattr(value, "__qualname__", value) for name, value in values.items() if isinstance(value, _PLAIN)}
 
     @abstractmethod
     def bind(self, group: FlatGroup, owned: Sequence[Segment]) -> None:
@@ -144,6 +164,9 @@ class ForwardingOptimizer(Optimizer):
         self.inner = inner
         self.any_arrays, self.layer_norms = inner.any_arrays, inner.layer_norms
         self.clip_norm, self.momentum, self.prepares_norms = inner.clip_norm, inner.momentum, inner.prepares_norms
+
+    def settings(self, *, arguments: bool = False) -> dict[str, object]:
+        return self.inner.settings(arguments=arguments)
 
     @property
     def passes(self) -> float:

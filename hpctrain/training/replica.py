@@ -7,6 +7,7 @@ is being written.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -17,9 +18,10 @@ from hpctrain.averaging.averagers import make_averager
 from hpctrain.averaging.base import AveragerSetup, GradientAverager, PlannedGroup, Strategy
 from hpctrain.averaging.collective_schedule import CollectiveSchedule
 from hpctrain.averaging.group_sums import JointNorms
+from hpctrain.comm.base import Subject, compare
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.comm.transports import Transport
-from hpctrain.core.errors import BackendError, ConfigError, DivergedError
+from hpctrain.core.errors import BackendError, ConfigError, CorruptedStateError, DivergedError
 from hpctrain.core.log import get_logger
 from hpctrain.core.registry import check_types, checked_calls
 from hpctrain.core.text import shortened
@@ -42,7 +44,7 @@ from hpctrain.training.passes import Passes
 from hpctrain.training.saving import Saver
 from hpctrain.training.snapshot import Position, Shards
 from hpctrain.training.step import StepGuard, TrainingStep
-from hpctrain.training.weight_watch import CheckCadence, WeightWatch, message_size
+from hpctrain.training.weight_watch import CheckCadence, WeightWatch, agreed_checksums
 
 #: phase of a user program outside hpctrain's calls
 BETWEEN = "the program, between steps"
@@ -352,6 +354,7 @@ class Replica:
         shards: conversion between split parameters and whole arrays.
         passes: passes over a rank's samples.
         loop: same as the argument.
+        settings: settings of the optimisers before they were bound.
         transport: transport of arrays in device memory; may be set until `agree`.
         distribution: this rank's part of the model if ranks share samples; None otherwise.
         tiles: tiles of the images that this rank reads if ranks share samples; None: it reads whole images.
@@ -389,6 +392,7 @@ class Replica:
         self.distribution = network.distribution if isinstance(network.distribution, GridDistribution) else None
         self.tiles = None if self.distribution is None else self.distribution.tiles_by_counts(network.graph)
         self._optimizers = make_optimizers(optimizer if strategy is not None else None, network, progress, ema)
+        self.settings = {name: value for one in self._optimizers.values() for name, value in one.settings().items()}
         self.passes = Passes.of(micro_batches, exact_shards, network, groups)
         self.strategies = make_strategies(strategy, self._optimizers, network, groups, nominal_batch, self.passes)
         self._checks, self._skips, self._ema = checks, skips, ema
@@ -396,8 +400,9 @@ class Replica:
         self.averagers: Mapping[str, GradientAverager] = {}
         self.shards = Shards(network, groups.shard_holders, progress)
         self.average: WeightAverage | None = None
-        shards, numbers = self.passes.among(groups.messages), message_size(groups, checks)
-        self._reduction = StepReduction(groups.messages, progress, network.statistics.size, shards, checks=numbers)
+        self._agreed, self._facts = agreed_checksums(groups), dict[str, object]()
+        shards, statistics = self.passes.among(groups.messages), network.statistics.size
+        self._reduction = StepReduction(groups.messages, progress, statistics, shards, checks=self._agreed.size)
         self._guard: StepGuard | None = None
         self._step = self._training_step()
         self.transport = AveragerSetup.transport  # the default
@@ -466,7 +471,8 @@ class Replica:
             ConfigError: an argument has another type.
             DivergedError: a loss, parameter, gradient or statistic of the previous step is not finite, or too many consecutive
                 steps were skipped; raised on every rank.
-            CorruptedStateError: with checks, values that ranks must hold alike differ; raised on every rank.
+            CorruptedStateError: `lr`, the optimiser or the number of samples of the previous step differs between ranks, or, with
+                checks, other values that ranks must hold alike; raised on every rank.
         """
         if type(batch) is not Batch or type(lr) is not float:  # reading annotations takes longer than this comparison
             check_types(Replica.step, {"batch": batch, "lr": lr}, batch="a batch of loader.epoch(0)", lr="0.05, for example")
@@ -513,9 +519,12 @@ class Replica:
         totals = self._reduction.read()
         if totals is None:
             return None
-        well = self.watch is None or self.watch.read(totals.checks)
+        well = self._agreed.agree(totals.checks) if self.watch is None else self.watch.read(totals.checks)
         if totals.non_finite or not well:
             self.drain()
+            advice = "make lr, the optimizer and the batches the same on all ranks"
+            name = f"other values in step {self.global_step}"
+            compare(self.groups.messages, Subject(name, advice, self._facts, error=CorruptedStateError))
             self._raise_diverged()
             self._raise_corrupted()  # all values are finite, so checksums differ
         self.loop.take(totals)
@@ -531,7 +540,10 @@ class Replica:
             stop: whether this rank was asked to stop; all ranks read the number of such ranks.
             status: flag about a checkpoint; all ranks read the sum.
         """
-        self._reduction.post(stop=stop, status=status, checks=None if self.watch is None else self.watch.message())
+        self._facts = self.settings | self._step.facts
+        facts = zlib.crc32(repr(self._facts).encode()) if self.groups.messages.size > 1 else 0
+        checks = self._agreed.numbers([facts, 0], found=False) if self.watch is None else self.watch.message(facts)
+        self._reduction.post(stop=stop, status=status, checks=checks)
         self.global_step += 1
         self.lr = self._current_lr
 
