@@ -23,6 +23,24 @@ _SLURM_CPUS = "SLURM_CPUS_PER_TASK"
 _TOPOLOGY = Path("/sys/devices/system/cpu")
 
 
+_started: list[str] = []  # what this process has started that does not survive a fork
+_inherited: list[str] = []  # the same, of the process from which this one was forked
+os.register_at_fork(after_in_child=lambda: _inherited.extend(_started))
+
+
+def check_fork() -> None:
+    """Raise in a process that was forked from one that has started several threads or MPI, in which a training would hang.
+
+    Raises:
+        LaunchError: this is such a process.
+    """
+    if _inherited:
+        raise LaunchError(
+            f"This process was forked from one in which hpctrain has started {_inherited[0]}, which does not survive a fork; "
+            'start processes by multiprocessing.get_context("spawn").'
+        )
+
+
 @dataclass(frozen=True)
 class ThreadPlan:
     """Number of threads with which this rank computes.
@@ -69,6 +87,7 @@ def set_threads(launcher: Launcher, requested: int | None, environ: MutableMappi
             environ[variable] = str(plan.threads)
         else:
             environ.setdefault(variable, str(plan.threads))
+    _started.extend(["MPI"] * launcher.starts_mpi + ["a team of threads"] * (plan.threads > 1))
     if "numpy" in sys.modules:  # its pools have started and no longer read the environment
         from threadpoolctl import threadpool_limits
 

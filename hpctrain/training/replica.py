@@ -24,14 +24,15 @@ from hpctrain.comm.transports import Transport
 from hpctrain.core.errors import BackendError, ConfigError, CorruptedStateError, DivergedError
 from hpctrain.core.log import get_logger
 from hpctrain.core.registry import check_types, checked_calls
-from hpctrain.core.text import shortened
+from hpctrain.core.text import counted, shortened
 from hpctrain.data.loader import Batch, BatchSource, LoaderRank
 from hpctrain.flight.recorder import FlightNotes, RunPhase
-from hpctrain.nn.network import ALL, MODEL, Network
+from hpctrain.nn.network import ALL, MODEL, ImageShape, Network
 from hpctrain.optim.base import Optimizer
 from hpctrain.optim.ema import EmaRule, with_ema
 from hpctrain.optim.guarded import GuardedOptimizer
 from hpctrain.parallel.groups import GridGroups
+from hpctrain.parallel.parallel_plan import ParallelPlan
 from hpctrain.parallel.rank_graph import GridDistribution
 from hpctrain.storage.checkpoint import CheckpointContent
 from hpctrain.storage.shards import Part
@@ -40,7 +41,7 @@ from hpctrain.training import snapshot
 from hpctrain.training.evaluation import ConfusionCounts, WeightAverage, evaluate, evaluated_with
 from hpctrain.training.finiteness import Cause
 from hpctrain.training.metrics import RunningSums, StepReduction, StepTotals
-from hpctrain.training.passes import Passes
+from hpctrain.training.passes import Passes, StatisticsSharing
 from hpctrain.training.saving import Saver
 from hpctrain.training.snapshot import Position, Shards
 from hpctrain.training.step import StepGuard, TrainingStep
@@ -396,6 +397,7 @@ class Replica:
         self.passes = Passes.of(micro_batches, exact_shards, network, groups)
         self.strategies = make_strategies(strategy, self._optimizers, network, groups, nominal_batch, self.passes)
         self._checks, self._skips, self._ema = checks, skips, ema
+        self._nominal_batch, self._checked = nominal_batch, set[tuple[int, ImageShape | None]]()
         self.watch: WeightWatch | None = None
         self.averagers: Mapping[str, GradientAverager] = {}
         self.shards = Shards(network, groups.shard_holders, progress)
@@ -468,7 +470,7 @@ class Replica:
             The sums of the previous step over all ranks; None if `settle` has returned them.
 
         Raises:
-            ConfigError: an argument has another type.
+            ConfigError: an argument has another type, or a batch norm has a single value per channel.
             DivergedError: a loss, parameter, gradient or statistic of the previous step is not finite, or too many consecutive
                 steps were skipped; raised on every rank.
             CorruptedStateError: `lr`, the optimiser or the number of samples of the previous step differs between ranks, or, with
@@ -477,6 +479,7 @@ class Replica:
         if type(batch) is not Batch or type(lr) is not float:  # reading annotations takes longer than this comparison
             check_types(Replica.step, {"batch": batch, "lr": lr}, batch="a batch of loader.epoch(0)", lr="0.05, for example")
         self.loop.begin(batch.epoch, self.global_step)
+        self._check_statistics(batch.global_count, batch.image_shape)
         cause = self.update(batch, lr)
         totals = self.settle()
         self.post(stop=self.loop.stop_asked(), status=self.loop.status_flag())
@@ -485,6 +488,24 @@ class Replica:
         self.loop.end(cause, lr, self.drain)
         self.progress.notes.phase(BETWEEN)
         return totals
+
+    def _check_statistics(self, samples: int, image_shape: ImageShape | None) -> None:
+        """Raise at the first step of its kind in which a batch norm has a single value; warn if the step is a shorter one.
+
+        Raises:
+            ConfigError: a batch norm has a single value per channel; raised on every rank.
+        """
+        if (samples, image_shape) in self._checked or not samples:
+            return
+        self._checked.add((samples, image_shape))
+        plan = ParallelPlan(cols=self.groups.all_ranks.size) if self.distribution is None else self.distribution.plan
+        sharing = StatisticsSharing(plan, self.passes.micro_batches, self.passes.shards)
+        single = sharing.single([self.network.graph(1, image_shape)], samples)
+        if single is not None:
+            sentence = f"{single.sentence('steps of ' + counted(samples, 'image'))}; {single.fix}."
+            if samples >= (self._nominal_batch or 0):
+                raise ConfigError(sentence).of_all_ranks()
+            _log.warning(sentence)
 
     @_without_warnings
     def update(self, batch: Batch, lr: float) -> Cause | None:

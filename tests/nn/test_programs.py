@@ -15,7 +15,7 @@ from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
 from hpctrain.backend.onednn.kernel_set import OnednnKernelSet
 from hpctrain.backend.operators import Array, Buffers, FollowsOperator, KernelSet, Operator, StepContext
 from hpctrain.backend.specs import Shape
-from hpctrain.core.errors import ShapeError
+from hpctrain.core.errors import ConfigError, ShapeError
 from hpctrain.nn.captured_program import backward_spans, forward_spans
 from hpctrain.nn.custom import ArrayLayer
 from hpctrain.nn.initialise import constant
@@ -162,10 +162,10 @@ def test_a_users_layer_trains_like_any_other() -> None:
         (
             "forward",
             np.zeros((2, 5)),
-            r"forward \(.*test_programs.py, line \d+\) returns y with shape \(2, 5\), but its shape must be",
+            r"forward \(.*test_programs.py, line \d+\) returns y with shape \(2, 5\), but must return numbers of shape",
         ),
-        ("forward", None, "returns y with the value None, but its shape must be"),
-        ("backward", np.zeros(3), r"backward .* returns array.*, but must return dx and a mapping of gradients"),
+        ("forward", None, "returns y with the value None, but must return numbers of shape"),
+        ("backward", np.zeros(3), r"backward .* returns array.*, but must return dx and the gradients of the parameters by role"),
         ("backward", (np.zeros((2, 5)), {"scale": 0.0}), r"returns dx with shape \(2, 5\), but .* follows from that of x"),
         ("backward", (0.0, {}), "returns the gradient of scale with the value None"),
     ],
@@ -181,7 +181,7 @@ def test_wrong_results_of_a_users_layer_name_the_layer_the_method_and_the_shape(
 
     setattr(Wrong, method, returns)
     model = Sequential({"conv": Conv2d(3, 4, 3), "mine": Wrong(), "flatten": Flatten(), "fc": Linear(4 * 7 * 5, 5)})
-    with pytest.raises(ShapeError, match=f"^Layer mine: Wrong.*{words}"):
+    with pytest.raises((ShapeError, ConfigError), match=f"Wrong.*{words}"):
         _check_gradients(model)
 
 
