@@ -2,8 +2,7 @@
 
 `open_images` opens the files of the section `data`; `training_images` and `evaluation_images` add the pipeline that prepares
 them. Nothing here communicates. `single_values` finds batch norms with statistics over a single value per channel, from the plan,
-before the first step. The variance of one value is 0, so such a layer outputs only its bias, no layer before it is trained, and
-its running variance, by which evaluation divides, tends to 0.
+before the first step.
 """
 
 from __future__ import annotations
@@ -11,7 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -30,7 +31,7 @@ from hpctrain.nn.layers import lowered
 from hpctrain.nn.network import ImageShape, Network, frozen_layers, with_frozen
 from hpctrain.parallel.parallel_plan import ParallelPlan
 from hpctrain.storage import weights_file
-from hpctrain.training.passes import SingleValue, StatisticsSharing
+from hpctrain.training.passes import StatisticsSharing
 
 
 def image_sizes(config: Config) -> ImageSizes | None:
@@ -307,24 +308,14 @@ def make_pipeline(config: Config, augment: tuple[AugmentConfig, ...], data: Data
     return Pipeline(specs, seed=config.seed, mean=mean, std=std, dtype=config.dtype)
 
 
-@dataclass(frozen=True)
-class SingleValues:
-    """The result of the check for batch norms over a single value.
-
-    Attributes:
-        refusal: error message if every step has such a layer, else None.
-        warning: warning if only the last step of an epoch has such a layer, else None.
-    """
+class SingleValues(NamedTuple):
+    """The error message if every step has a batch norm over a single value, and the warning if only the last of an epoch has."""
 
     refusal: str | None = None
     warning: str | None = None
 
     def check(self) -> None:
-        """Raise if every step has a batch norm over a single value.
-
-        Raises:
-            ConfigError: the message is `refusal`.
-        """
+        """Raise a ConfigError if every step has a batch norm over a single value."""
         if self.refusal is not None:
             raise ConfigError(self.refusal)
 
@@ -344,11 +335,8 @@ def single_values(
         return SingleValues()
     whole, rest = min(config.batch, samples), samples % config.batch if samples > config.batch else 0
     sharing = StatisticsSharing(plan, config.micro_batches, config.exact.shards)
-
-    def single(samples: int) -> SingleValue | None:
-        return sharing.single((_graph(config, classes, shape) for shape in sorted(shapes)), samples)
-
-    found = {count: single(count) for count in (whole, rest) if count}
+    graphs = [partial(_graph, config, classes, shape) for shape in sorted(shapes)]
+    found = {count: sharing.single((graph() for graph in graphs), count) for count in (whole, rest) if count}
     if (one := found.get(whole)) is not None:
         few = f", as {place} has {counted(samples, 'image')}" if samples < config.batch else ""
         step = f"every step, of {counted(whole, 'image')}{few}"

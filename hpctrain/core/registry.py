@@ -424,8 +424,9 @@ class CheckedArguments(ABCMeta):
         if cls.__module__.startswith("hpctrain."):
             value = _with_checked_types(cls, value) if name == "__init__" else value
         elif inspect.isfunction(value) and not name.startswith("_"):
-            bases = [base for base in cls.__mro__[1:] if base.__module__.startswith("hpctrain.") and name in vars(base)]
-            value = _with_checked_result(cls, value, vars(bases[-1])[name]) if bases else value
+            inherited = [vars(base).get(name) for base in cls.__mro__[1:] if base.__module__.startswith("hpctrain.")]
+            declared = [method for method in inherited if inspect.isfunction(method)]
+            value = _with_checked_result(cls, value, declared[-1]) if declared else value
         super().__setattr__(name, value)
 
 
@@ -443,7 +444,8 @@ def _with_checked_result(cls: type, method: Callable[..., Any], declared: Callab
         if type(result) not in usual and not _test(annotation)(result):
             summary = (declared.__doc__ or "Return its result").partition(".")[0]
             wanted = "None" if annotation is type(None) else summary.removeprefix("Return ")
-            raise ConfigError(f"{user_code.place(cls, declared.__name__)} returns {shortened(result)}, but must return {wanted}.")
+            shown = " ".join(shortened(result).split())
+            raise ConfigError(f"{user_code.place(cls, declared.__name__)} returns {shown}, but must return {wanted}.")
         return result
 
     return checked

@@ -309,7 +309,7 @@ def _called_wrongly(error: TypeError) -> tuple[str, int] | None:
         called: Any = module
         for name in match[1].split(".") if match else ():
             called = getattr(called, name, None)
-        code = getattr(called, "__code__", None)
+        code = getattr(inspect.unwrap(called), "__code__", None)
         if code is not None and _is_of_user(code.co_filename):
             return code.co_filename, code.co_firstlineno
     return None

@@ -97,6 +97,7 @@ class ArrayOperator(Operator):
         self._layer, self._name = spec.layer, spec.name
         self._saved: dict[str, Any] = {}
         self._dx: Array | None = None
+        self._x, self._dy, self._parameters = None, None, dict[str, Array]()
 
     def bind(self, buffers: Buffers) -> None:
         super().bind(buffers)

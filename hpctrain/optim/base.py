@@ -68,12 +68,8 @@ class Norms:
         return float(np.sqrt(self.squares[:, 1].sum()))
 
 
-_PLAIN = (bool, int, float, str, type(None), type)
-
-
-@cache
-def _arguments(kind: type) -> tuple[str, ...]:
-    return tuple(inspect.signature(kind).parameters)
+_PLAIN = (bool, int, float, str, type(None))
+_arguments = cache(inspect.signature)
 
 
 class Optimizer(metaclass=CheckedArguments):
@@ -110,14 +106,10 @@ class Optimizer(metaclass=CheckedArguments):
         return self.norms_needed is not NormsNeeded.NONE
 
     def settings(self, *, arguments: bool = False) -> dict[str, object]:
-        """Return the class and the attributes that are plain values, by name. Before `bind`, they must be equal on all ranks.
-
-        Args:
-            arguments: whether to return only arguments of the constructor, which must be equal on all ranks in every step.
-        """
-        names = _arguments(type(self)) if arguments else ("__class__", *vars(self))
-        values = {name: getattr(self, name, None) for name in names}
-        return {name: getattr(value, "__qualname__", value) for name, value in values.items() if isinstance(value, _PLAIN)}
+        """Return the plain attributes that all ranks must share: before `bind` all, later `arguments` of the constructor only."""
+        values = {name: getattr(self, name, None) for name in (_arguments(type(self)).parameters if arguments else vars(self))}
+        kind = {} if arguments else {"class": type(self).__qualname__}
+        return {**kind, **{name: value for name, value in values.items() if isinstance(value, _PLAIN)}}
 
     @abstractmethod
     def bind(self, group: FlatGroup, owned: Sequence[Segment]) -> None:

@@ -275,7 +275,7 @@ class StatisticsSharing:
         Args:
             graphs: the model, lowered for one image of each size.
         """
-        sharing = {scope for scope in (_SHARD, _RANK, _GROUP, _ALL) if self._fewest_samples(samples, scope) == 1}
+        sharing = {scope for scope in (_SHARD, _RANK, _GROUP, _ALL) if samples and self._fewest_samples(samples, scope) == 1}
         for graph in graphs if sharing else ():
             norms = (node for node in graph.nodes if isinstance(node.spec, BatchNormSpec) and not node.spec.fixed)
             for node in norms:

@@ -479,7 +479,9 @@ class Replica:
         if type(batch) is not Batch or type(lr) is not float:  # reading annotations takes longer than this comparison
             check_types(Replica.step, {"batch": batch, "lr": lr}, batch="a batch of loader.epoch(0)", lr="0.05, for example")
         self.loop.begin(batch.epoch, self.global_step)
-        self._check_statistics(batch.global_count, batch.image_shape)
+        if (batch.global_count, batch.image_shape) not in self._checked:
+            self._checked.add((batch.global_count, batch.image_shape))
+            _check_statistics(self, batch, self._nominal_batch or 0)
         cause = self.update(batch, lr)
         totals = self.settle()
         self.post(stop=self.loop.stop_asked(), status=self.loop.status_flag())
@@ -488,24 +490,6 @@ class Replica:
         self.loop.end(cause, lr, self.drain)
         self.progress.notes.phase(BETWEEN)
         return totals
-
-    def _check_statistics(self, samples: int, image_shape: ImageShape | None) -> None:
-        """Raise at the first step of its kind in which a batch norm has a single value; warn if the step is a shorter one.
-
-        Raises:
-            ConfigError: a batch norm has a single value per channel; raised on every rank.
-        """
-        if (samples, image_shape) in self._checked or not samples:
-            return
-        self._checked.add((samples, image_shape))
-        plan = ParallelPlan(cols=self.groups.all_ranks.size) if self.distribution is None else self.distribution.plan
-        sharing = StatisticsSharing(plan, self.passes.micro_batches, self.passes.shards)
-        single = sharing.single([self.network.graph(1, image_shape)], samples)
-        if single is not None:
-            sentence = f"{single.sentence('steps of ' + counted(samples, 'image'))}; {single.fix}."
-            if samples >= (self._nominal_batch or 0):
-                raise ConfigError(sentence).of_all_ranks()
-            _log.warning(sentence)
 
     @_without_warnings
     def update(self, batch: Batch, lr: float) -> Cause | None:
@@ -543,11 +527,14 @@ class Replica:
         well = self._agreed.agree(totals.checks) if self.watch is None else self.watch.read(totals.checks)
         if totals.non_finite or not well:
             self.drain()
-            advice = "make lr, the optimizer and the batches the same on all ranks"
-            name = f"other values in step {self.global_step}"
+            name, advice = (
+                f"other values in step {self.global_step}",
+                "make lr, the optimizer and the batches the same on all ranks",
+            )
             compare(self.groups.messages, Subject(name, advice, self._facts, error=CorruptedStateError))
             self._raise_diverged()
-            self._raise_corrupted()  # all values are finite, so checksums differ
+            if self.watch is not None:
+                self._raise_corrupted()  # all values are finite, so checksums differ
         self.loop.take(totals)
         blend = self.network.statistics.blend if self.average is None else self.average.blend
         write = partial(blend, totals.statistics, totals.count)
@@ -701,3 +688,20 @@ class Replica:
         """Raise the same error on all ranks for the differences that the watch has found. Collective; after `drain`."""
         assert self.watch is not None
         raise self.watch.error(self.kept_step).of_all_ranks()
+
+
+def _check_statistics(replica: Replica, batch: Batch, nominal_batch: int) -> None:
+    """Raise if a batch norm has a single value per channel in steps like this one; only warn if they are shorter than usual.
+
+    Raises:
+        ConfigError: a batch norm has a single value; raised on every rank.
+    """
+    groups, distribution, passes = replica.groups, replica.distribution, replica.passes
+    plan = ParallelPlan(cols=groups.all_ranks.size) if distribution is None else distribution.plan
+    sharing = StatisticsSharing(plan, passes.micro_batches, passes.shards)
+    single = sharing.single([replica.network.graph(1, batch.image_shape)], batch.global_count)
+    if single is not None:
+        sentence = f"{single.sentence('steps of ' + counted(batch.global_count, 'image'))}; {single.fix}."
+        if batch.global_count >= nominal_batch:
+            raise ConfigError(sentence).of_all_ranks()
+        _log.warning(sentence)

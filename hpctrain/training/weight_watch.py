@@ -548,11 +548,7 @@ class WeightWatch:
         self._taken_step = step
 
     def message(self, facts: int = 0) -> np.ndarray:
-        """Return the numbers for a step's message (see `AgreedChecksums.numbers`).
-
-        Args:
-            facts: checksum of further values that all ranks must hold alike.
-        """
+        """Return the numbers for a step's message (see `AgreedChecksums.numbers`), with the checksum of further equal facts."""
         self._facts = facts
         self._has_sent_parts, taken = self._part_checksums is not None, self._part_checksums
         of_parts = [_NO_CHECKSUMS] * len(self._parts)
