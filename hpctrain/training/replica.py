@@ -479,9 +479,9 @@ class Replica:
         if type(batch) is not Batch or type(lr) is not float:  # reading annotations takes longer than this comparison
             check_types(Replica.step, {"batch": batch, "lr": lr}, batch="a batch of loader.epoch(0)", lr="0.05, for example")
         self.loop.begin(batch.epoch, self.global_step)
-        if (batch.global_count, batch.image_shape) not in self._checked:
+        if self._nominal_batch is not None and (batch.global_count, batch.image_shape) not in self._checked:
             self._checked.add((batch.global_count, batch.image_shape))
-            _check_statistics(self, batch, self._nominal_batch or 0)
+            _check_statistics(self, batch, self._nominal_batch)
         cause = self.update(batch, lr)
         totals = self.settle()
         self.post(stop=self.loop.stop_asked(), status=self.loop.status_flag())
