@@ -87,6 +87,17 @@ def test_an_error_of_one_rank_ends_the_job_with_its_traceback_once(
 
 @pytest.mark.slow
 @pytest.mark.sample(1)
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_learning_rate_of_its_own_on_one_rank_ends_the_job(job: Job, ranks: int, tmp_path: Path) -> None:
+    outcome = run(job, ranks, tmp_path, "replica.step(batch, 0.06); continue")
+    assert outcome.code == 2, outcome.output
+    sentence = f"Rank {ranks - 1} has other values in step 4 than rank 0: lr is 0.06, not 0.05; make lr"
+    assert outcome.stderr.count(sentence) == 1, outcome.output
+    assert not (tmp_path / "whole.h5").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("ranks", [0, 1, 3])
 def test_a_rank_that_hangs_outside_of_waits_is_ended_and_named(job: Job, ranks: int, tmp_path: Path) -> None:
     keywords = "flight='flight', deadline_seconds=4"

@@ -30,7 +30,7 @@ from hpctrain.launch.launcher import Launcher, detect, lone_fault
 from hpctrain.launch.process_end import End
 from hpctrain.launch.process_start import forgive_writes
 from hpctrain.launch.signals import SignalWatch
-from hpctrain.launch.threads import ThreadPlan, node_load, set_threads
+from hpctrain.launch.threads import ThreadPlan, check_fork, node_load, set_threads
 from hpctrain.version import __version__
 
 if TYPE_CHECKING:
@@ -59,6 +59,7 @@ class JobProcess:
 
     def __init__(self, launcher: Launcher) -> None:
         forgive_writes()  # of a program that was started without the command line
+        check_fork()
         self.launcher = launcher
         self.world: Communicator | None = None
         self.flight: FlightRecorder = start_records.taken()

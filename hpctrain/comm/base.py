@@ -7,18 +7,24 @@ are never summed by the transport. Methods whose names end in `_object` pickle a
 with the same deadline as all other operations.
 
 `SingleCommunicator` implements the protocol for one process, without MPI: every operation is complete when it returns.
-`raise_on_all_ranks` raises the error of one rank on every rank, so that no rank waits for another forever.
+`raise_on_all_ranks` raises the error of one rank on every rank, so that no rank waits for another forever. `compare` raises an
+error on every rank if facts differ that ranks must share.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
+import platform
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from hpctrain.core import user_code
-from hpctrain.core.errors import CommunicationTimeoutError, HpctrainError, RankLostError
+from hpctrain.core.errors import CommunicationTimeoutError, ConfigError, HpctrainError, RankLostError
+from hpctrain.core.text import counted
 from hpctrain.launch.process_end import flush_to_reader
 
 Array = Any
@@ -388,3 +394,95 @@ def on_ranks(failed: Sequence[int], size: int) -> str:
     if len(failed) > 8:
         return f" (on {len(failed)} of {size} ranks, the first is {failed[0]})"
     return f" (on ranks {', '.join(map(str, failed[:-1]))} and {failed[-1]} of {size})"
+
+
+def _is_not(key: str, here: object, there: object) -> str:
+    here, there = ("none" if value is None else value for value in (here, there))
+    return f"{key} is {here}, not {there}"
+
+
+@dataclass(frozen=True)
+class Subject:
+    """Facts that must be the same on all ranks.
+
+    Attributes:
+        name: name in an error message, after "has".
+        remedy: instruction for removing a difference, at the end of the message.
+        facts: facts of this rank, JSON-compatible; None: another rank of its node provides them.
+        words: function that describes a difference, from the name of a fact, its value here, and its value on the reference
+            ranks.
+        partial: True: a fact that a rank lacks is unknown there and is compared among the other ranks only; facts are compared in
+            their given order. False: a missing fact counts as None; facts are compared in the order of their names.
+        error: type of the error.
+    """
+
+    name: str
+    remedy: str
+    facts: Mapping[Any, Any] | None
+    words: Callable[[str, Any, Any], str] = _is_not
+    partial: bool = False
+    error: type[HpctrainError] = ConfigError
+
+    def first_difference(self, facts: Mapping[Any, Any], reference: Mapping[Any, Any]) -> Any:
+        """Return the name of the first fact that differs; None if none does."""
+        keys = [key for key in reference if key in facts] if self.partial else sorted({**reference, **facts})
+        return next((key for key in keys if facts.get(key) != reference.get(key)), None)
+
+
+def compare(world: Communicator, *subjects: Subject) -> None:
+    """Compare subjects between ranks. Collective; every rank raises the same error.
+
+    If all ranks agree, each sends a few dozen bytes per subject, in one message. Facts are sent only if they differ.
+
+    Raises:
+        HpctrainError: facts differ; the type is that of the subject. The message names the first rank outside the largest group
+            of equal ranks (of equally large groups, the one with the lowest rank), the number of such ranks, and the first
+            differing fact.
+    """
+    if world.size == 1:
+        return
+    digests = world.allgather_object([None if subject.facts is None else _digest(subject.facts) for subject in subjects])
+    for number, subject in enumerate(subjects):
+        if len({of_rank[number] for of_rank in digests} - {None}) > 1:
+            _raise_difference(world, subject)
+
+
+def _digest(facts: Mapping[Any, Any]) -> str:
+    return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def _raise_difference(world: Communicator, subject: Subject) -> None:
+    """Raise an error for the first difference between ranks. Collective.
+
+    Return without an error if ranks differ only in facts that some of them lack.
+    """
+    of_ranks = world.allgather_object((platform.node(), subject.remedy, subject.facts))
+    looked = [rank for rank, (_, _, facts) in enumerate(of_ranks) if facts is not None]
+    groups: list[tuple[dict[Any, Any], list[int]]] = []
+    for rank in looked:
+        facts = of_ranks[rank][2]
+        known, members = next((group for group in groups if subject.first_difference(facts, group[0]) is None), ({}, []))
+        if not members:
+            groups.append((known, members))
+        members.append(rank)
+        known.update({**facts, **known})
+    if len(groups) == 1:
+        return
+    known, alike = max(groups, key=lambda group: len(group[1]))  # among equally large groups, the one with the lowest rank
+    others = [rank for rank in looked if rank not in alike]
+    host, remedy, facts = of_ranks[others[0]]
+    key = subject.first_difference(facts, known)
+    where = f" on {host}" if len({name for name, _, _ in of_ranks}) > 1 else ""
+    words, most = subject.words(key, facts.get(key), known.get(key)), _reference_words(alike)
+    if len(others) == 1:
+        sentence = f"Rank {others[0]}{where} has {subject.name} than rank {most}: {words}; {remedy}."
+    else:
+        who = f"Rank {others[0]}{where} and {len(others) - 1} more of {world.size} ranks"
+        sentence = f"{who} have {subject.name} than rank {most}: {words}; {remedy}."
+    raise subject.error(sentence, ranks=[world.world_ranks[rank] for rank in others]).of_all_ranks(world.world_ranks[0])
+
+
+def _reference_words(ranks: Sequence[int]) -> str:
+    """Return text for the reference ranks, to follow "rank". If rank 0 is among them, only rank 0 is named."""
+    more = len(ranks) - 1 if ranks[0] else 0
+    return f"{ranks[0]}" + (f" and {counted(more, 'other')}" if more else "")

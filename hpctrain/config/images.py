@@ -2,38 +2,36 @@
 
 `open_images` opens the files of the section `data`; `training_images` and `evaluation_images` add the pipeline that prepares
 them. Nothing here communicates. `single_values` finds batch norms with statistics over a single value per channel, from the plan,
-before the first step. The variance of one value is 0, so such a layer outputs only its bias, no layer before it is trained, and
-its running variance, by which evaluation divides, tends to 0.
+before the first step.
 """
 
 from __future__ import annotations
 
-import math
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
-from hpctrain.backend.graph import Graph, Node
-from hpctrain.backend.specs import BatchNormSpec
+from hpctrain.backend.graph import Graph
 from hpctrain.config.grid import model_graph, model_options, parallel_plan
 from hpctrain.config.schema import SYNTHETIC, AugmentConfig, Config
 from hpctrain.core.errors import ConfigError, DataError, HpctrainError, ShapeError
-from hpctrain.core.intervals import even
 from hpctrain.core.text import counted
 from hpctrain.core.yaml_source import KeyPath
 from hpctrain.data.image_file import DataFacts, ImageFile, ImageForm, Split, normal_name, synthetic_file, with_class_order
 from hpctrain.data.pipeline import ImageSizes, Pipeline, first_fault
-from hpctrain.data.sampler import ValidationSplit, counts, hold_out
+from hpctrain.data.sampler import ValidationSplit, hold_out
 from hpctrain.models import catalogue
 from hpctrain.models.state_dict import check_file_fits, declared_state
 from hpctrain.nn.layers import lowered
 from hpctrain.nn.network import ImageShape, Network, frozen_layers, with_frozen
-from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
+from hpctrain.parallel.parallel_plan import ParallelPlan
 from hpctrain.storage import weights_file
+from hpctrain.training.passes import StatisticsSharing
 
 
 def image_sizes(config: Config) -> ImageSizes | None:
@@ -310,28 +308,14 @@ def make_pipeline(config: Config, augment: tuple[AugmentConfig, ...], data: Data
     return Pipeline(specs, seed=config.seed, mean=mean, std=std, dtype=config.dtype)
 
 
-#: scopes of images that share statistics: one shard, one rank, the ranks that share samples, or all ranks
-_SHARD, _RANK, _GROUP, _ALL = "a shard", "a rank", "a split group", "the step"
-
-
-@dataclass(frozen=True)
-class SingleValues:
-    """The result of the check for batch norms over a single value.
-
-    Attributes:
-        refusal: error message if every step has such a layer, else None.
-        warning: warning if only the last step of an epoch has such a layer, else None.
-    """
+class SingleValues(NamedTuple):
+    """The error message if every step has a batch norm over a single value, and the warning if only the last of an epoch has."""
 
     refusal: str | None = None
     warning: str | None = None
 
     def check(self) -> None:
-        """Raise if every step has a batch norm over a single value.
-
-        Raises:
-            ConfigError: the message is `refusal`.
-        """
+        """Raise a ConfigError if every step has a batch norm over a single value."""
         if self.refusal is not None:
             raise ConfigError(self.refusal)
 
@@ -350,7 +334,9 @@ def single_values(
     if config.epochs == 0:
         return SingleValues()
     whole, rest = min(config.batch, samples), samples % config.batch if samples > config.batch else 0
-    found = {count: _first_single(config, shapes, classes, count, plan) for count in (whole, rest) if count}
+    sharing = StatisticsSharing(plan, config.micro_batches, config.exact.shards)
+    graphs = [partial(_graph, config, classes, shape) for shape in sorted(shapes)]
+    found = {count: sharing.single((graph() for graph in graphs), count) for count in (whole, rest) if count}
     if (one := found.get(whole)) is not None:
         few = f", as {place} has {counted(samples, 'image')}" if samples < config.batch else ""
         step = f"every step, of {counted(whole, 'image')}{few}"
@@ -433,100 +419,6 @@ def single_values_of(config: Config, ranks: int | None = None) -> SingleValues:
     return SingleValues()
 
 
-@dataclass(frozen=True)
-class _Single:
-    """Batch norm with a single value per channel.
-
-    Attributes:
-        layer: name of the layer.
-        shape: (H, W) of the images.
-        sharing: ranks or shard whose images share statistics, in words.
-        fix: advice at the end of the message.
-    """
-
-    layer: str
-    shape: tuple[int, int]
-    sharing: str
-    fix: str
-
-    def sentence(self, step: str) -> str:
-        height, width = self.shape
-        return (
-            f"Batch norm {self.layer} has a single value per channel, so that it outputs only its bias, in {step}: images of "
-            f"{height} x {width} are 1 x 1 there, and the statistics are those of {self.sharing}, which has 1 image"
-        )
-
-
-def _first_single(config: Config, shapes: Iterable[ImageShape], classes: int, samples: int, plan: ParallelPlan) -> _Single | None:
-    """Return the first batch norm over a single value in a step of `samples` samples; None if there is none."""
-    sharing = {scope for scope in (_SHARD, _RANK, _GROUP, _ALL) if _fewest_samples(config, samples, plan, scope) == 1}
-    if not sharing:
-        return None
-    scope_of = _scope_of(config, plan)
-    for shape in sorted(shapes):
-        for node in _norms_of_one_pixel(_graph(config, classes, shape)):
-            scope = scope_of(node)
-            if scope in sharing:
-                in_passes = (
-                    f"{scope} in one of {config.micro_batches} passes" if config.micro_batches > 1 and scope != _SHARD else scope
-                )
-                return _Single(node.name, shape[:2], in_passes, _fix(config, plan, scope))
-    return None
-
-
-def _fewest_samples(config: Config, samples: int, plan: ParallelPlan, scope: str) -> int:
-    """Return the smallest number of samples, other than 0, that share statistics in a step of `samples` samples."""
-    if scope == _SHARD:
-        return min(filter(None, even(samples, config.exact.shards or 1)))
-    size = {_RANK: 1, _GROUP: plan.rows, _ALL: plan.rows * plan.cols}[scope]
-    of_ranks = counts(samples, plan.rows * plan.cols, plan.rows)
-    teams = {of_ranks[first : first + size] for first in range(0, len(of_ranks), size)}  # a set: most are equal
-    return min(filter(None, (count for team in teams for count in _samples_of_passes(team, config.micro_batches))))
-
-
-def _samples_of_passes(team: Sequence[int], passes: int) -> Sequence[int]:
-    """Return the number of samples in each pass, summed over the ranks of a team.
-
-    Args:
-        team: number of samples of each of these ranks in the step.
-    """
-    shares = [(ranks, even(count, passes)) for count, ranks in Counter(team).items()]
-    return [sum(ranks * share[number] for ranks, share in shares) for number in range(passes)]
-
-
-def _scope_of(config: Config, plan: ParallelPlan) -> Callable[[Node], str]:
-    def scope(node: Node) -> str:
-        assert isinstance(node.spec, BatchNormSpec)
-        if config.exact.shards is not None:
-            return _SHARD
-        if node.spec.synchronised:
-            return _ALL
-        return _RANK if plan.rows == 1 or plan.use_of(node.name) is Parallelism.BATCH else _GROUP
-
-    return scope
-
-
 def _graph(config: Config, classes: int, shape: ImageShape) -> Graph:
     model = catalogue.build(config.model.name, model_options(config, classes, shape))
     return with_frozen(lowered(model, 1, shape, "float32"), frozen_layers(model, config.init.freeze))
-
-
-def _norms_of_one_pixel(graph: Graph) -> list[Node]:
-    """Return the trained batch norms with one value per image and channel."""
-    norms = [node for node in graph.nodes if isinstance(node.spec, BatchNormSpec) and not node.spec.fixed]
-    return [node for node in norms if math.prod(graph.tensors[node.output].shape[:-1]) == 1]
-
-
-def _fix(config: Config, plan: ParallelPlan, scope: str) -> str:
-    parts = {
-        _SHARD: config.exact.shards or 1,
-        _RANK: plan.rows * plan.cols * config.micro_batches,
-        _GROUP: plan.cols * config.micro_batches,
-        _ALL: config.micro_batches,
-    }[scope]
-    others = ["use larger images"]
-    if scope in (_RANK, _GROUP) and plan.rows * plan.cols > 1:
-        others.insert(0, "set batch_norm.statistics to synchronised")
-    if scope == _SHARD and config.batch > 1:
-        others.insert(0, f"set exact.shards to at most {config.batch // 2}")
-    return f"set batch to at least {2 * parts}, or {', or '.join(others)}"

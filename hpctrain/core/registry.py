@@ -410,18 +410,45 @@ class CheckedArguments(ABCMeta):
     """Metaclass of public base classes, such as `Layer`: constructors of hpctrain's subclasses check their arguments.
 
     Generated constructors of dataclasses are included. Constructors of user classes are not checked, but the constructors of
-    hpctrain that they call are.
+    hpctrain that they call are. Methods of user classes raise unless their results have the types that hpctrain's base declares.
     """
 
     def __init__(cls, name: str, bases: tuple[type, ...], attributes: dict[str, Any], **keywords: Any) -> None:
         super().__init__(name, bases, attributes, **keywords)
-        if "__init__" in attributes:
-            cls.__init__ = attributes["__init__"]  # type: ignore[misc]  # through `__setattr__`
+        for key, value in attributes.items():
+            if inspect.isfunction(value) and (key == "__init__" or not key.startswith("_")):
+                setattr(cls, key, value)
 
     # `dataclass` assigns its generated constructor after the class exists.
     def __setattr__(cls, name: str, value: Any) -> None:
-        checks = name == "__init__" and cls.__module__.startswith("hpctrain.")
-        super().__setattr__(name, _with_checked_types(cls, value) if checks else value)
+        if cls.__module__.startswith("hpctrain."):
+            value = _with_checked_types(cls, value) if name == "__init__" else value
+        elif inspect.isfunction(value) and not name.startswith("_"):
+            inherited = [vars(base).get(name) for base in cls.__mro__[1:] if base.__module__.startswith("hpctrain.")]
+            declared = [method for method in inherited if inspect.isfunction(method)]
+            value = _with_checked_result(cls, value, declared[-1]) if declared else value
+        super().__setattr__(name, value)
+
+
+def _with_checked_result(cls: type, method: Callable[..., Any], declared: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a method of a user class that raises a ConfigError unless its result has the type that hpctrain declares."""
+    expected: list[tuple[Any, frozenset[type]]] = []  # read at the first call, when all names are defined
+
+    @wraps(method)
+    def checked(*arguments: Any, **keywords: Any) -> Any:
+        result = method(*arguments, **keywords)
+        if not expected:
+            annotation = _types(declared).get("return", Any)
+            expected.append((annotation, _usual_types(annotation)))
+        annotation, usual = expected[0]
+        if type(result) not in usual and not _test(annotation)(result):
+            summary = (declared.__doc__ or "Return its result").partition(".")[0]
+            wanted = "None" if annotation is type(None) else summary.removeprefix("Return ")
+            shown = " ".join(shortened(result).split())
+            raise ConfigError(f"{user_code.place(cls, declared.__name__)} returns {shown}, but must return {wanted}.")
+        return result
+
+    return checked
 
 
 def _with_checked_types(cls: type, constructor: Callable[..., None]) -> Callable[..., None]:

@@ -11,6 +11,7 @@ import ast
 import hashlib
 import importlib
 import importlib.util
+import inspect
 import os
 import re
 import site
@@ -271,6 +272,19 @@ def raises_itself(error: BaseException) -> bool:
     return _is_of_user(frames[-1].filename) and (frames[-1].line or "").startswith("raise")
 
 
+def place(kind: type, method: str) -> str:
+    """Return the names of a class and its method, and the file and line of the method if it is a function."""
+    code = getattr(inspect.unwrap(getattr(kind, method)), "__code__", None)  # a callable object has none
+    return f"{kind.__name__}.{method}" + ("" if code is None else f" ({code.co_filename}, line {code.co_firstlineno})")
+
+
+def read_only(array: Any) -> Any:
+    """Return a view of an array for user code, to which NumPy refuses to write."""
+    view = array.view()
+    view.flags.writeable = False
+    return view
+
+
 def calling_line(error: BaseException) -> str:
     """Return the file and line of the call in user code that raised an error; empty if there is no such call."""
     frames = traceback.extract_tb(error.__traceback__)
@@ -295,7 +309,7 @@ def _called_wrongly(error: TypeError) -> tuple[str, int] | None:
         called: Any = module
         for name in match[1].split(".") if match else ():
             called = getattr(called, name, None)
-        code = getattr(called, "__code__", None)
+        code = getattr(inspect.unwrap(called), "__code__", None)
         if code is not None and _is_of_user(code.co_filename):
             return code.co_filename, code.co_firstlineno
     return None

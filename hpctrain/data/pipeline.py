@@ -23,6 +23,7 @@ from hpctrain.backend import counter_random
 from hpctrain.backend.pixels import WINDOW, PixelBatch, Resampling
 from hpctrain.core.errors import ConfigError, ShapeError
 from hpctrain.core.intervals import Box, shape_of, size_of, whole
+from hpctrain.core.user_code import read_only
 from hpctrain.data.augmentations import AUGMENTATIONS
 from hpctrain.data.augmentations.base import (
     LEAST_FOR_OPENCV,
@@ -303,7 +304,8 @@ class Pipeline:
             result = np.zeros((*shape_of(wanted), shape[2]), np.uint8)
             if size_of(wanted):
                 source = augmentation.source(size, u, wanted)
-                augmentation.apply_region(made(count - 1, number, source), source, size, u, wanted, result)
+                part = read_only(made(count - 1, number, source))
+                augmentation.apply_region(part, source, size, read_only(u), wanted, result)
             return result
 
         def make(thread: int, first: int, last: int) -> None:
@@ -405,7 +407,7 @@ class Pipeline:
             result = out if position == len(draws) - 1 else None
             if result is None:
                 result = self._buffer(thread, position, len(images), augmentation.output_shape(*images.shape[1:]))
-            augmentation.apply(images, u, result)
+            augmentation.apply(read_only(images), read_only(u), result)
             images = result
         return images
 

@@ -287,9 +287,8 @@ def gather_same(place: JoinedPlace) -> tuple[str, int]:
     config, world = place.own.config, place.world
     if config is None:
         return "", 0
-    from hpctrain.comm.base import raise_on_all_ranks
+    from hpctrain.comm.base import compare, raise_on_all_ranks
     from hpctrain.config.images import check_files, configured_splits
-    from hpctrain.job.same_start import compare
     from hpctrain.run.build import read_weights
     from hpctrain.run.images import open_alike
 

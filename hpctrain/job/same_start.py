@@ -2,28 +2,23 @@
 
 Each rank reads data files, weights, checkpoints and code by itself, by a path that may refer to a different file on another node.
 Ranks with different inputs would train without an error, but the result would be wrong. Therefore everything that ranks read
-separately is a `Subject` and is compared before use.
+separately is a `Subject` and is compared before use (`comm.base.compare`).
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
-import platform
 import zlib
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hpctrain.comm.base import Communicator
+from hpctrain.comm.base import Communicator, Subject, compare
 from hpctrain.config.options import named, names
 from hpctrain.config.resume_rules import flat
 from hpctrain.config.schema import Config
 from hpctrain.core import user_code
-from hpctrain.core.errors import ConfigError, DataError, HpctrainError
+from hpctrain.core.errors import DataError
 from hpctrain.core.files import read_bytes
-from hpctrain.core.text import counted
 from hpctrain.data.image_file import ImageFile, compared_facts
 from hpctrain.runs.directory import software_versions
 
@@ -46,45 +41,12 @@ _BY_NODE = ("threads", "flight")
 _PER_RANK_ARGUMENTS = ("self", "model", "replica", "images", "labels", "path", "like", "prefetch", "threads")
 
 
-def _is_not(key: str, here: object, there: object) -> str:
-    here, there = ("none" if value is None else value for value in (here, there))
-    return f"{key} is {here}, not {there}"
-
-
 def _differs(key: str, here: object, there: object) -> str:
     """Return the text for a file that is compared by checksum.
 
     The checksums are omitted, because they would not help the user.
     """
     return f"{key} differs"
-
-
-@dataclass(frozen=True)
-class Subject:
-    """Facts that must be the same on all ranks.
-
-    Attributes:
-        name: name in an error message, after "has".
-        remedy: instruction for removing a difference, at the end of the message.
-        facts: facts of this rank, JSON-compatible; None: another rank of its node provides them.
-        words: function that describes a difference, from the name of a fact, its value here, and its value on the reference
-            ranks.
-        partial: True: a fact that a rank lacks is unknown there and is compared among the other ranks only; facts are compared in
-            their given order. False: a missing fact counts as None; facts are compared in the order of their names.
-        error: type of the error.
-    """
-
-    name: str
-    remedy: str
-    facts: Mapping[Any, Any] | None
-    words: Callable[[str, Any, Any], str] = _is_not
-    partial: bool = False
-    error: type[HpctrainError] = ConfigError
-
-    def first_difference(self, facts: Mapping[Any, Any], reference: Mapping[Any, Any]) -> Any:
-        """Return the name of the first fact that differs; None if none does."""
-        keys = [key for key in reference if key in facts] if self.partial else sorted({**reference, **facts})
-        return next((key for key in keys if facts.get(key) != reference.get(key)), None)
 
 
 def check_same_start(
@@ -187,24 +149,6 @@ def _data_words(key: str, here: Any, there: Any) -> str:
     return f"other {key} (checksum {here[:12]}, not {there[:12]})"
 
 
-def compare(world: Communicator, *subjects: Subject) -> None:
-    """Compare subjects between ranks. Collective; every rank raises the same error.
-
-    If all ranks agree, each sends a few dozen bytes per subject, in one message. Facts are sent only if they differ.
-
-    Raises:
-        HpctrainError: facts differ; the type is that of the subject. The message names the first rank outside the largest group
-            of equal ranks (of equally large groups, the one with the lowest rank), the number of such ranks, and the first
-            differing fact.
-    """
-    if world.size == 1:
-        return
-    digests = world.allgather_object([None if subject.facts is None else _digest(subject.facts) for subject in subjects])
-    for number, subject in enumerate(subjects):
-        if len({of_rank[number] for of_rank in digests} - {None}) > 1:
-            _raise_difference(world, subject)
-
-
 def package_files(folder: Path, *, of_gpus: bool = False) -> dict[str, int]:
     """Return the CRC-32 checksum of each module of a package that a training may import, by its path in the package.
 
@@ -216,47 +160,6 @@ def package_files(folder: Path, *, of_gpus: bool = False) -> dict[str, int]:
     modules = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*.py"))}
     compared = {name: path for name, path in modules.items() if not name.startswith(_ASIDE)}
     return {name: zlib.crc32(path.read_bytes()) for name, path in compared.items() if name.startswith(_OF_GPUS) == of_gpus}
-
-
-def _digest(facts: Mapping[Any, Any]) -> str:
-    return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
-
-
-def _raise_difference(world: Communicator, subject: Subject) -> None:
-    """Raise an error for the first difference between ranks. Collective.
-
-    Return without an error if ranks differ only in facts that some of them lack.
-    """
-    of_ranks = world.allgather_object((platform.node(), subject.remedy, subject.facts))
-    looked = [rank for rank, (_, _, facts) in enumerate(of_ranks) if facts is not None]
-    groups: list[tuple[dict[Any, Any], list[int]]] = []
-    for rank in looked:
-        facts = of_ranks[rank][2]
-        known, members = next((group for group in groups if subject.first_difference(facts, group[0]) is None), ({}, []))
-        if not members:
-            groups.append((known, members))
-        members.append(rank)
-        known.update({**facts, **known})
-    if len(groups) == 1:
-        return
-    known, alike = max(groups, key=lambda group: len(group[1]))  # among equally large groups, the one with the lowest rank
-    others = [rank for rank in looked if rank not in alike]
-    host, remedy, facts = of_ranks[others[0]]
-    key = subject.first_difference(facts, known)
-    where = f" on {host}" if len({name for name, _, _ in of_ranks}) > 1 else ""
-    words, most = subject.words(key, facts.get(key), known.get(key)), _reference_words(alike)
-    if len(others) == 1:
-        sentence = f"Rank {others[0]}{where} has {subject.name} than rank {most}: {words}; {remedy}."
-    else:
-        who = f"Rank {others[0]}{where} and {len(others) - 1} more of {world.size} ranks"
-        sentence = f"{who} have {subject.name} than rank {most}: {words}; {remedy}."
-    raise subject.error(sentence, ranks=[world.world_ranks[rank] for rank in others]).of_all_ranks(world.world_ranks[0])
-
-
-def _reference_words(ranks: Sequence[int]) -> str:
-    """Return text for the reference ranks, to follow "rank". If rank 0 is among them, only rank 0 is named."""
-    more = len(ranks) - 1 if ranks[0] else 0
-    return f"{ranks[0]}" + (f" and {counted(more, 'other')}" if more else "")
 
 
 def check_same_code(world: Communicator) -> None:

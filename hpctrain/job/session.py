@@ -24,7 +24,7 @@ from hpctrain.core import log
 from hpctrain.core.errors import LaunchError, ShapeError
 from hpctrain.flight.recorder import FlightRecorder
 from hpctrain.job.automatic_choice import Resolved
-from hpctrain.launch.launcher import Launcher, check_world, environment_fault, lone_fault
+from hpctrain.launch.launcher import Launcher, check_world, environment_fault, is_copy, lone_fault
 from hpctrain.launch.threads import NodeLoad, ThreadPlan, outnumbers_cores, usable_cores
 from hpctrain.parallel.groups import GridGroups
 from hpctrain.trace.tracer import Tracer, capacity_for
@@ -280,7 +280,7 @@ def start_world(launcher: Launcher, deadline_seconds: float, flight: FlightRecor
         flight: recorder that is notified of waits during start-up.
 
     Raises:
-        LaunchError: the launcher has ended, or the world's size differs from the number that the launcher or
+        LaunchError: the launcher has ended or is none of MPI, or the world's size differs from the number that the launcher or
             HPCTRAIN_EXPECT_RANKS requested.
     """
     fault = environment_fault(os.environ)
@@ -288,6 +288,8 @@ def start_world(launcher: Launcher, deadline_seconds: float, flight: FlightRecor
         raise LaunchError(fault)
     if not launcher.starts_mpi:
         alone = lone_fault(launcher, os.environ)
+        if alone is not None and is_copy(os.environ):
+            raise LaunchError(alone)
         if alone is not None:
             log.get_logger(__name__).warning(alone)
         return SingleCommunicator()

@@ -31,6 +31,9 @@ _LOCAL_PORT = re.compile(r"(?:^|;tcp[46]?://)(?:localhost|\[?::1\]?|127\.[0-9.]+
 _LEFT_OVER = ("PMI", "PALS_", "MPI_LOCAL", "OMPI_COMM_WORLD", "HYDI_", "MV2_COMM_WORLD")
 _LISTENING_STATE = "0A"  # state of a listening socket in /proc/net/tcp
 
+# Numbers of processes in variables of torchrun (also accelerate and deepspeed), Horovod, PaddlePaddle and BytePS.
+_COPIES = ("WORLD_SIZE", "HOROVOD_SIZE", "PADDLE_TRAINERS_NUM", "DMLC_NUM_WORKER")
+
 # First step number of steps that srun did not start: interactive shell, batch script, external.
 _FIRST_SPECIAL_STEP = 4294967290
 
@@ -266,6 +269,11 @@ def _missing_connection(launcher: Launcher, environ: Mapping[str, str]) -> str |
     return f"{launcher.rank_variable} is set, but neither {_PMI_SOCKET} nor PMI_PORT"
 
 
+def is_copy(environ: Mapping[str, str]) -> bool:
+    """Return whether a launcher without MPI, such as torchrun, has started several copies of this process."""
+    return any((_integer(environ, variable) or 1) > 1 for variable in _COPIES)
+
+
 def lone_fault(launcher: Launcher, environ: Mapping[str, str]) -> str | None:
     """Return a sentence if a process without a launcher is the only rank of a job with several tasks or nodes; otherwise None.
 
@@ -273,10 +281,11 @@ def lone_fault(launcher: Launcher, environ: Mapping[str, str]) -> str | None:
     """
     if launcher.name != "none" or EXPECT_RANKS in environ:
         return None
-    for variable in ("SLURM_NTASKS", "SLURM_JOB_NUM_NODES"):
+    for variable in (*_COPIES, "SLURM_NTASKS", "SLURM_JOB_NUM_NODES"):
         count = _integer(environ, variable) or 1
         if count > 1:
-            return _alone(f"{variable} is {count}", "`srun python -m mpi4py -m hpctrain ...`")
+            start = f"mpiexec -n {count}" if variable in _COPIES else "srun"
+            return _alone(f"{variable} is {count}", f"`{start} python -m mpi4py -m hpctrain ...`")
     hosts: set[str] = set()
     with contextlib.suppress(OSError, UnicodeDecodeError):
         name = environ.get("PBS_NODEFILE", "")
@@ -288,7 +297,7 @@ def lone_fault(launcher: Launcher, environ: Mapping[str, str]) -> str | None:
 
 def _alone(request: str, command: str) -> str:
     return (
-        f"{request}, but this process was started without a launcher, so it is the only rank; start it as {command}, or set "
+        f"{request}, but this process was started without an MPI launcher, so it is the only rank; start it as {command}, or set "
         f"{EXPECT_RANKS}=1 for one rank alone."
     )
 

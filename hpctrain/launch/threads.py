@@ -21,6 +21,17 @@ _VARIABLE = "OMP_NUM_THREADS"
 VARIABLES = (_VARIABLE, "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 _SLURM_CPUS = "SLURM_CPUS_PER_TASK"
 _TOPOLOGY = Path("/sys/devices/system/cpu")
+#: processes, this one or those from which it was forked, in which hpctrain has started MPI or several threads
+_started_in: set[int] = set()
+
+
+def check_fork() -> None:
+    """Raise in a process that was forked after hpctrain had started MPI or several threads. A training would hang in it."""
+    if _started_in - {os.getpid()}:
+        raise LaunchError(
+            "This process was forked from one in which hpctrain has started MPI or several threads, which do not survive a "
+            'fork; start it by multiprocessing.get_context("spawn").'
+        )
 
 
 @dataclass(frozen=True)
@@ -69,6 +80,7 @@ def set_threads(launcher: Launcher, requested: int | None, environ: MutableMappi
             environ[variable] = str(plan.threads)
         else:
             environ.setdefault(variable, str(plan.threads))
+    _started_in.update([os.getpid()] if launcher.starts_mpi or plan.threads > 1 else [])
     if "numpy" in sys.modules:  # its pools have started and no longer read the environment
         from threadpoolctl import threadpool_limits
 

@@ -7,7 +7,6 @@ layout, a reorder is inserted in between. Averaging, checkpoints and the gradien
 from __future__ import annotations
 
 import copy
-import inspect
 import math
 from abc import abstractmethod
 from collections.abc import Mapping
@@ -16,10 +15,11 @@ from typing import Any
 
 import numpy as np
 
-from hpctrain.backend.operators import Array, Operator, StepContext
+from hpctrain.backend.operators import Array, Buffers, Operator, StepContext
 from hpctrain.backend.specs import Shape, Spec, TensorSpec, Window
 from hpctrain.core.errors import ShapeError
 from hpctrain.core.text import shortened
+from hpctrain.core.user_code import place, read_only
 from hpctrain.nn.layers import Leaf
 
 
@@ -36,13 +36,16 @@ class ArrayLayer(Leaf):
 
     @abstractmethod
     def forward(self, x: Array, parameters: Mapping[str, Array], context: StepContext, saved: dict[str, Any]) -> Array:
-        """Return y for x. Must not write to x."""
+        """Return y for x. `x` and `parameters` are read-only views, whose values are valid until the end of the step."""
 
     @abstractmethod
     def backward(
         self, x: Array, dy: Array, parameters: Mapping[str, Array], saved: dict[str, Any]
     ) -> tuple[Array, Mapping[str, Array]]:
-        """Return dx and the gradients of the parameters by role. Must not write to x or dy."""
+        """Return dx and the gradients of the parameters by role. All arguments except `saved` are read-only.
+
+        The gradients are a mapping, empty without parameters.
+        """
 
     def with_window(self, window: Window) -> ArrayLayer:
         """Return this layer with another window, which has the same kernel and stride but other padding.
@@ -75,7 +78,7 @@ class ArraySpec:
         return ArraySpec(self.layer.with_window(window), self.name)
 
     def output(self, x: TensorSpec) -> TensorSpec:
-        return x.with_shape(self.layer.output_shape(x.shape))
+        return x.with_shape(tuple(self.layer.output_shape(x.shape)))
 
     def flops(self, x: TensorSpec) -> int:
         return math.prod(self.output(x).shape)
@@ -94,11 +97,17 @@ class ArrayOperator(Operator):
         self._layer, self._name = spec.layer, spec.name
         self._saved: dict[str, Any] = {}
         self._dx: Array | None = None
+        self._x, self._dy, self._parameters = None, None, dict[str, Array]()
+
+    def bind(self, buffers: Buffers) -> None:
+        super().bind(buffers)
+        self._x, self._dy = (None if one is None else read_only(one) for one in (buffers.inputs[0], buffers.output_grad))
+        self._parameters = {role: read_only(values) for role, values in buffers.parameters.items()}
 
     def forward(self, context: StepContext) -> None:
         self._saved.clear()
         self._dx = None
-        y = self._layer.forward(self.buffers.inputs[0], self.buffers.parameters, context, self._saved)
+        y = self._layer.forward(self._x, self._parameters, context, self._saved)
         self._write(self.buffers.output, y, "y", "forward")
 
     def backward_parameters(self) -> None:
@@ -115,14 +124,7 @@ class ArrayOperator(Operator):
         self._dx = None
 
     def _backward(self) -> Mapping[str, Array]:
-        buffers = self.buffers
-        result = self._layer.backward(buffers.inputs[0], buffers.output_grad, buffers.parameters, self._saved)
-        if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping)):
-            raise ShapeError(
-                f"{self._place('backward')} returns {shortened(result)}, but must return dx and a mapping of gradients; without "
-                "parameters, return dx, {}."
-            )
-        self._dx, gradients = result
+        self._dx, gradients = self._layer.backward(self._x, self._dy, self._parameters, self._saved)
         return gradients
 
     def _write(self, target: Array, value: Array | None, name: str, method: str) -> None:
@@ -133,21 +135,17 @@ class ArrayOperator(Operator):
             method: method of the layer that returned it.
 
         Raises:
-            ShapeError: the result is None, or cannot be broadcast to the shape of the buffer.
+            ShapeError: the result has no numbers, or not the shape of the buffer, apart from leading dims of 1.
         """
         try:
-            if value is None:  # NumPy would convert it to nan
+            values = np.asarray(value)
+            if values.dtype.kind not in "biuf" or values.size != target.size:  # NumPy would convert or repeat it
                 raise TypeError
-            target[...] = value
+            target[...] = values
         except (TypeError, ValueError):
             shape = f"shape {np.shape(value)}" if isinstance(value, np.ndarray) else f"the value {shortened(value)}"
             raise ShapeError(
-                f"{self._place(method)} returns {name} with {shape}, but its shape must be {target.shape}, which follows from "
+                f"Layer {self._name}: {place(type(self._layer), method)} returns {name} with {shape}, but must return numbers "
+                f"of shape {target.shape}, which follows from "
                 f"{'output_shape' if name == 'y' else 'the declaration of the parameters' if name != 'dx' else 'that of x'}."
             ) from None
-
-    def _place(self, method: str) -> str:
-        """Return the name and class of the layer, and the method with its file and line, if it is a function."""
-        code = getattr(inspect.unwrap(getattr(type(self._layer), method)), "__code__", None)  # a callable object has none
-        line = "" if code is None else f" ({code.co_filename}, line {code.co_firstlineno})"
-        return f"Layer {self._name}: {type(self._layer).__name__}.{method}{line}"

@@ -448,12 +448,16 @@ def declared(model: Layer, graph: Graph) -> tuple[dict[str, ParameterSpec], dict
     """Return parameters and statistics by full name, in the order in which forward uses them.
 
     Raises:
-        ShapeError: a parameter is used by no node, or by more than one.
+        ShapeError: a parameter is used by no node, or by more than one, or two layers are the same object.
     """
+    names: dict[int, tuple[str, Layer]] = {}  # with the layers, so that no other object has the same number
     parameters: dict[str, ParameterSpec] = {}
     statistics: dict[str, StatisticSpec] = {}
     for prefix, layer in model.walk():
         parameters.update({join(prefix, role): spec for role, spec in layer.parameters().items()})
+        first, _ = names.setdefault(id(layer), (prefix, layer))
+        if first != prefix and (layer.parameters() or layer.statistics()):
+            raise ShapeError(f"Layers {first} and {prefix} are one object, but layers share no parameters; create one for each.")
         statistics.update({join(prefix, role): spec for role, spec in layer.statistics().items()})
     used = [name for node in graph.nodes for name in node.parameters.values()]
     for name in parameters:

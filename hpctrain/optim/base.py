@@ -9,11 +9,13 @@ of updates of each parameter (`UpdateCounts`).
 
 from __future__ import annotations
 
+import inspect
 from abc import abstractmethod
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from enum import StrEnum
+from functools import cache
 from itertools import pairwise
 
 import numpy as np
@@ -66,6 +68,10 @@ class Norms:
         return float(np.sqrt(self.squares[:, 1].sum()))
 
 
+_PLAIN = (bool, int, float, str, type(None))
+_arguments = cache(inspect.signature)
+
+
 class Optimizer(metaclass=CheckedArguments):
     """Base of optimisers, which update `group.data` from `group.grad`.
 
@@ -98,6 +104,12 @@ class Optimizer(metaclass=CheckedArguments):
     def needs_norms(self) -> bool:
         """Whether `update` needs `norms` (LARS, LAMB or clipping)."""
         return self.norms_needed is not NormsNeeded.NONE
+
+    def settings(self, *, arguments: bool = False) -> dict[str, object]:
+        """Return the plain attributes that all ranks must share: before `bind` all, later `arguments` of the constructor only."""
+        values = {name: getattr(self, name, None) for name in (_arguments(type(self)).parameters if arguments else vars(self))}
+        kind = {} if arguments else {"class": type(self).__qualname__}
+        return {**kind, **{name: value for name, value in values.items() if isinstance(value, _PLAIN)}}
 
     @abstractmethod
     def bind(self, group: FlatGroup, owned: Sequence[Segment]) -> None:
@@ -144,6 +156,9 @@ class ForwardingOptimizer(Optimizer):
         self.inner = inner
         self.any_arrays, self.layer_norms = inner.any_arrays, inner.layer_norms
         self.clip_norm, self.momentum, self.prepares_norms = inner.clip_norm, inner.momentum, inner.prepares_norms
+
+    def settings(self, *, arguments: bool = False) -> dict[str, object]:
+        return self.inner.settings(arguments=arguments)
 
     @property
     def passes(self) -> float:

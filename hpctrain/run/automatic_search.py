@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.backend.choice import NodePlace, make_backend
-from hpctrain.comm.base import Communicator, raise_on_all_ranks
+from hpctrain.comm.base import Communicator, Subject, compare, raise_on_all_ranks
 from hpctrain.config.grid import with_defaults
 from hpctrain.config.schema import SYNTHETIC, Config
 from hpctrain.core.errors import ConfigError, DataError
@@ -32,7 +32,6 @@ from hpctrain.job.automatic_choice import (
     model_digest,
     predicted_step_of,
 )
-from hpctrain.job.same_start import Subject, compare
 from hpctrain.job.session import StartedJob
 from hpctrain.nn.layers import Layer
 from hpctrain.optim.base import Optimizer

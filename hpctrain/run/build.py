@@ -18,7 +18,7 @@ import numpy as np
 
 from hpctrain.averaging.averagers import make_strategy
 from hpctrain.backend.choice import Backend, make_backend
-from hpctrain.comm.base import Communicator, raise_on_all_ranks
+from hpctrain.comm.base import Communicator, Subject, compare, raise_on_all_ranks
 from hpctrain.config.checks import check_device, make_schedule
 from hpctrain.config.grid import check_overlap, model_options, parallel_plan
 from hpctrain.config.images import (
@@ -37,7 +37,6 @@ from hpctrain.data.image_file import DataFacts, ImageFile, Split
 from hpctrain.data.loader import Loader
 from hpctrain.data.pipeline import ImageSizes
 from hpctrain.job.automatic_choice import Resolved
-from hpctrain.job.same_start import Subject, compare
 from hpctrain.job.session import Session, StartedJob
 from hpctrain.models import catalogue
 from hpctrain.models.state_dict import INIT_HINT, StateEntry, check_file_fits, check_finite, declared_state

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hpctrain.backend.choice import make_backend
-from hpctrain.comm.base import raise_on_all_ranks
+from hpctrain.comm.base import Subject, compare, raise_on_all_ranks
 from hpctrain.config.images import (
     CHECKPOINT,
     EVALUATION_IMAGES,
@@ -31,7 +31,6 @@ from hpctrain.core import log
 from hpctrain.core.errors import CheckpointError, ConfigError
 from hpctrain.data.image_file import DataFacts, ImageForm, Split
 from hpctrain.data.loader import Loader
-from hpctrain.job.same_start import Subject, compare
 from hpctrain.job.session import Session
 from hpctrain.run.build import build_replica
 from hpctrain.run.data_cache import give_levels

@@ -12,7 +12,7 @@ from collections.abc import Collection, Sequence
 import numpy as np
 
 from hpctrain.backend.operators import KernelSet, PixelInput
-from hpctrain.comm.base import Communicator, raise_on_all_ranks
+from hpctrain.comm.base import Communicator, Subject, compare, raise_on_all_ranks
 from hpctrain.comm.waiting import guard
 from hpctrain.config.images import Images, open_images
 from hpctrain.config.schema import Config
@@ -23,7 +23,7 @@ from hpctrain.data.loader import Loader, TileOfRank
 from hpctrain.data.pipeline import default_threads
 from hpctrain.data.readers import BlockReader, ReadPolicy, pauses_within
 from hpctrain.data.sampler import Mixing, Sampler
-from hpctrain.job.same_start import Subject, compare, opened_file
+from hpctrain.job.same_start import opened_file
 from hpctrain.job.session import Session
 from hpctrain.training.metrics import Reporter
 from hpctrain.training.snapshot import Position

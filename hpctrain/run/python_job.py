@@ -19,7 +19,7 @@ from pydantic import ValidationError
 from hpctrain.averaging.averagers import make_strategy
 from hpctrain.averaging.base import PlannedGroup, Strategy
 from hpctrain.backend.choice import Backend, make_backend
-from hpctrain.comm.base import Communicator, raise_on_all_ranks
+from hpctrain.comm.base import Communicator, Subject, compare, raise_on_all_ranks
 from hpctrain.config.images import check_channels, check_image_shapes
 from hpctrain.config.schema import CacheConfig, NonFiniteConfig
 from hpctrain.core.errors import CheckpointError, ConfigError, DataError, DivergedError, ShapeError
@@ -31,7 +31,7 @@ from hpctrain.data.loader import ArrayLoader, Loader, as_samples
 from hpctrain.data.pipeline import ImageSizes, Pipeline
 from hpctrain.data.sampler import Mixing, Sampler, hold_out
 from hpctrain.flight.recorder import FlightNotes
-from hpctrain.job.same_start import Subject, called_with, check_same_code, compare, opened_file
+from hpctrain.job.same_start import called_with, check_same_code, opened_file
 from hpctrain.job.session import StartedRank
 from hpctrain.launch.signals import SignalWatch
 from hpctrain.nn.layers import Layer
@@ -332,7 +332,7 @@ class Job(StartedRank):
         if self.size > 1:
             advice = "make the same on all ranks"
             network = Subject("another network in job.replica", advice, _operations(replica))
-            optimizer = Subject("another optimizer in job.replica", advice, _options(arguments["optimizer"]))
+            optimizer = Subject("another optimizer in job.replica", advice, replica.settings)
             compare(self.world, called_with("job.replica", arguments), network, optimizer)
         replica.agree()
         set_progress(self, replica.network, self.progress_mode, samples)
@@ -636,12 +636,6 @@ def _answer(on_nonfinite: str | Mapping[str, Any]) -> NonFiniteConfig:
             "checkpoint."
         )
     return answer
-
-
-def _options(optimizer: Choice | Callable[[], Optimizer]) -> dict[str, str]:
-    """Return the plain attributes of a new optimiser as text, to compare them between ranks."""
-    values = vars(optimizer_of(optimizer)())
-    return {name: str(value) for name, value in values.items() if isinstance(value, bool | int | float | str | None)}
 
 
 def _operations(replica: Replica) -> dict[str, str]:

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 import yaml
 
-from hpctrain.comm.base import Communicator, raise_on_all_ranks
+from hpctrain.comm.base import Communicator, Subject, compare, raise_on_all_ranks
 from hpctrain.config import resume_rules
 from hpctrain.config.checks import make_schedule
 from hpctrain.config.grid import model_options
@@ -33,7 +33,7 @@ from hpctrain.core.log import get_logger
 from hpctrain.core.text import counted
 from hpctrain.data.image_file import DataFacts, ImageFile, class_difference, with_class_order
 from hpctrain.job.lost_ranks import RunOwnership
-from hpctrain.job.same_start import Subject, compare, is_trusted
+from hpctrain.job.same_start import is_trusted
 from hpctrain.job.session import Session
 from hpctrain.launch.scheduler import own_job
 from hpctrain.run.images import open_alike

@@ -2,13 +2,15 @@
 
 A training with `exact` produces the same bits on any number of ranks: the samples of a step are distributed over shards, and the
 sums over shards have a fixed order. `check_exact` rejects configurations in which this is impossible. `check_memory` names the
-batch that fits if a pass needs too much memory.
+batch that fits if a pass needs too much memory. `StatisticsSharing` finds batch norms with statistics over a single value.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import weakref
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -16,6 +18,7 @@ from functools import lru_cache
 import numpy as np
 
 from hpctrain.averaging.group_sums import ShardGradients
+from hpctrain.backend.graph import Graph, Node
 from hpctrain.backend.specs import BatchNormSpec
 from hpctrain.comm.base import Communicator
 from hpctrain.core.errors import BackendError, ConfigError
@@ -26,6 +29,7 @@ from hpctrain.data.sampler import counts
 from hpctrain.nn.network import Network
 from hpctrain.nn.parameter import FlatGroup
 from hpctrain.parallel.groups import GridGroups
+from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
 
 
 @dataclass(frozen=True)
@@ -218,6 +222,108 @@ class Passes:
         """
         if self.shards is not None:
             check_counts(of_ranks, self.shards)
+
+
+#: scopes of images that share statistics: one shard, one rank, the ranks that share samples, or all ranks
+_SHARD, _RANK, _GROUP, _ALL = "a shard", "a rank", "a split group", "the step"
+
+
+@dataclass(frozen=True)
+class SingleValue:
+    """Batch norm with a single value per channel.
+
+    Attributes:
+        layer: name of the layer.
+        shape: (H, W) of the images.
+        sharing: ranks or shard whose images share statistics, in words.
+        fix: advice at the end of the message.
+    """
+
+    layer: str
+    shape: tuple[int, ...]
+    sharing: str
+    fix: str
+
+    def sentence(self, step: str) -> str:
+        height, width = self.shape
+        return (
+            f"Batch norm {self.layer} has a single value per channel, so that it outputs only its bias, in {step}: images of "
+            f"{height} x {width} are 1 x 1 there, and the statistics are those of {self.sharing}, which has 1 image"
+        )
+
+
+@dataclass(frozen=True)
+class StatisticsSharing:
+    """Division of the samples of a step into sets that share batch statistics.
+
+    Attributes:
+        plan: use of each layer on the grid.
+        micro_batches: number of passes over a rank's samples.
+        shards: number of shards of an exact training, else None.
+    """
+
+    plan: ParallelPlan
+    micro_batches: int
+    shards: int | None
+
+    def single(self, graphs: Iterable[Graph], samples: int) -> SingleValue | None:
+        """Return the first batch norm over a single value in a step of `samples` samples; None if there is none.
+
+        The variance of one value is 0, so such a layer outputs only its bias, no layer before it is trained, and its running
+        variance, by which evaluation divides, tends to 0.
+
+        Args:
+            graphs: the model, lowered for one image of each size.
+        """
+        sharing = {scope for scope in (_SHARD, _RANK, _GROUP, _ALL) if samples and self._fewest_samples(samples, scope) == 1}
+        for graph in graphs if sharing else ():
+            norms = (node for node in graph.nodes if isinstance(node.spec, BatchNormSpec) and not node.spec.fixed)
+            for node in norms:
+                scope = self._scope(node)
+                if scope in sharing and math.prod(graph.tensors[node.output].shape[:-1]) == 1:
+                    several = self.micro_batches > 1 and scope != _SHARD
+                    in_passes = f"{scope} in one of {self.micro_batches} passes" if several else scope
+                    return SingleValue(node.name, graph.tensors[0].shape[1:3], in_passes, self._fix(samples, scope))
+        return None
+
+    def _fewest_samples(self, samples: int, scope: str) -> int:
+        """Return the smallest number of samples, other than 0, that share statistics in a step of `samples` samples."""
+        if scope == _SHARD:
+            return min(filter(None, even(samples, self.shards or 1)))
+        plan = self.plan
+        size = {_RANK: 1, _GROUP: plan.rows, _ALL: plan.rows * plan.cols}[scope]
+        of_ranks = counts(samples, plan.rows * plan.cols, plan.rows)
+        teams = {of_ranks[first : first + size] for first in range(0, len(of_ranks), size)}  # a set: most are equal
+        return min(filter(None, (count for team in teams for count in _samples_of_passes(team, self.micro_batches))))
+
+    def _scope(self, node: Node) -> str:
+        assert isinstance(node.spec, BatchNormSpec)
+        if self.shards is not None:
+            return _SHARD
+        if node.spec.synchronised:
+            return _ALL
+        return _RANK if self.plan.rows == 1 or self.plan.use_of(node.name) is Parallelism.BATCH else _GROUP
+
+    def _fix(self, samples: int, scope: str) -> str:
+        ranks = self.plan.rows * self.plan.cols
+        parts = {_SHARD: 1, _RANK: ranks, _GROUP: self.plan.cols, _ALL: 1}[scope]
+        parts *= (self.shards or 1) if scope == _SHARD else self.micro_batches
+        others = ["use larger images"]
+        if scope in (_RANK, _GROUP) and ranks > 1:
+            others.insert(0, "set batch_norm.statistics to synchronised")
+        if scope == _SHARD and samples > 1:
+            others.insert(0, f"set exact.shards to at most {samples // 2}")
+        return f"set batch to at least {2 * parts}, or {', or '.join(others)}"
+
+
+def _samples_of_passes(team: Sequence[int], passes: int) -> Sequence[int]:
+    """Return the number of samples in each pass, summed over the ranks of a team.
+
+    Args:
+        team: number of samples of each of these ranks in the step.
+    """
+    shares = [(ranks, even(count, passes)) for count, ranks in Counter(team).items()]
+    return [sum(ranks * share[number] for ranks, share in shares) for number in range(passes)]
 
 
 # The latest network of this process that was checked, with the samples of a pass.

@@ -7,6 +7,7 @@ is being written.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -17,19 +18,21 @@ from hpctrain.averaging.averagers import make_averager
 from hpctrain.averaging.base import AveragerSetup, GradientAverager, PlannedGroup, Strategy
 from hpctrain.averaging.collective_schedule import CollectiveSchedule
 from hpctrain.averaging.group_sums import JointNorms
+from hpctrain.comm.base import Subject, compare
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.comm.transports import Transport
-from hpctrain.core.errors import BackendError, ConfigError, DivergedError
+from hpctrain.core.errors import BackendError, ConfigError, CorruptedStateError, DivergedError
 from hpctrain.core.log import get_logger
 from hpctrain.core.registry import check_types, checked_calls
-from hpctrain.core.text import shortened
+from hpctrain.core.text import counted, shortened
 from hpctrain.data.loader import Batch, BatchSource, LoaderRank
 from hpctrain.flight.recorder import FlightNotes, RunPhase
-from hpctrain.nn.network import ALL, MODEL, Network
+from hpctrain.nn.network import ALL, MODEL, ImageShape, Network
 from hpctrain.optim.base import Optimizer
 from hpctrain.optim.ema import EmaRule, with_ema
 from hpctrain.optim.guarded import GuardedOptimizer
 from hpctrain.parallel.groups import GridGroups
+from hpctrain.parallel.parallel_plan import ParallelPlan
 from hpctrain.parallel.rank_graph import GridDistribution
 from hpctrain.storage.checkpoint import CheckpointContent
 from hpctrain.storage.shards import Part
@@ -38,11 +41,11 @@ from hpctrain.training import snapshot
 from hpctrain.training.evaluation import ConfusionCounts, WeightAverage, evaluate, evaluated_with
 from hpctrain.training.finiteness import Cause
 from hpctrain.training.metrics import RunningSums, StepReduction, StepTotals
-from hpctrain.training.passes import Passes
+from hpctrain.training.passes import Passes, StatisticsSharing
 from hpctrain.training.saving import Saver
 from hpctrain.training.snapshot import Position, Shards
 from hpctrain.training.step import StepGuard, TrainingStep
-from hpctrain.training.weight_watch import CheckCadence, WeightWatch, message_size
+from hpctrain.training.weight_watch import CheckCadence, WeightWatch, agreed_checksums
 
 #: phase of a user program outside hpctrain's calls
 BETWEEN = "the program, between steps"
@@ -352,6 +355,7 @@ class Replica:
         shards: conversion between split parameters and whole arrays.
         passes: passes over a rank's samples.
         loop: same as the argument.
+        settings: settings of the optimisers before they were bound.
         transport: transport of arrays in device memory; may be set until `agree`.
         distribution: this rank's part of the model if ranks share samples; None otherwise.
         tiles: tiles of the images that this rank reads if ranks share samples; None: it reads whole images.
@@ -389,15 +393,18 @@ class Replica:
         self.distribution = network.distribution if isinstance(network.distribution, GridDistribution) else None
         self.tiles = None if self.distribution is None else self.distribution.tiles_by_counts(network.graph)
         self._optimizers = make_optimizers(optimizer if strategy is not None else None, network, progress, ema)
+        self.settings = {name: value for one in self._optimizers.values() for name, value in one.settings().items()}
         self.passes = Passes.of(micro_batches, exact_shards, network, groups)
         self.strategies = make_strategies(strategy, self._optimizers, network, groups, nominal_batch, self.passes)
         self._checks, self._skips, self._ema = checks, skips, ema
+        self._nominal_batch, self._checked = nominal_batch, set[tuple[int, ImageShape | None]]()
         self.watch: WeightWatch | None = None
         self.averagers: Mapping[str, GradientAverager] = {}
         self.shards = Shards(network, groups.shard_holders, progress)
         self.average: WeightAverage | None = None
-        shards, numbers = self.passes.among(groups.messages), message_size(groups, checks)
-        self._reduction = StepReduction(groups.messages, progress, network.statistics.size, shards, checks=numbers)
+        self._agreed, self._facts = agreed_checksums(groups), dict[str, object]()
+        shards, statistics = self.passes.among(groups.messages), network.statistics.size
+        self._reduction = StepReduction(groups.messages, progress, statistics, shards, checks=self._agreed.size)
         self._guard: StepGuard | None = None
         self._step = self._training_step()
         self.transport = AveragerSetup.transport  # the default
@@ -463,14 +470,18 @@ class Replica:
             The sums of the previous step over all ranks; None if `settle` has returned them.
 
         Raises:
-            ConfigError: an argument has another type.
+            ConfigError: an argument has another type, or a batch norm has a single value per channel.
             DivergedError: a loss, parameter, gradient or statistic of the previous step is not finite, or too many consecutive
                 steps were skipped; raised on every rank.
-            CorruptedStateError: with checks, values that ranks must hold alike differ; raised on every rank.
+            CorruptedStateError: `lr`, the optimiser or the number of samples of the previous step differs between ranks, or, with
+                checks, other values that ranks must hold alike; raised on every rank.
         """
         if type(batch) is not Batch or type(lr) is not float:  # reading annotations takes longer than this comparison
             check_types(Replica.step, {"batch": batch, "lr": lr}, batch="a batch of loader.epoch(0)", lr="0.05, for example")
         self.loop.begin(batch.epoch, self.global_step)
+        if self._nominal_batch is not None and (batch.global_count, batch.image_shape) not in self._checked:
+            self._checked.add((batch.global_count, batch.image_shape))
+            _check_statistics(self, batch, self._nominal_batch)
         cause = self.update(batch, lr)
         totals = self.settle()
         self.post(stop=self.loop.stop_asked(), status=self.loop.status_flag())
@@ -513,11 +524,17 @@ class Replica:
         totals = self._reduction.read()
         if totals is None:
             return None
-        well = self.watch is None or self.watch.read(totals.checks)
+        well = self._agreed.agree(totals.checks) if self.watch is None else self.watch.read(totals.checks)
         if totals.non_finite or not well:
             self.drain()
+            name, advice = (
+                f"other values in step {self.global_step}",
+                "make lr, the optimizer and the batches the same on all ranks",
+            )
+            compare(self.groups.messages, Subject(name, advice, self._facts, error=CorruptedStateError))
             self._raise_diverged()
-            self._raise_corrupted()  # all values are finite, so checksums differ
+            if self.watch is not None:
+                self._raise_corrupted()  # all values are finite, so checksums differ
         self.loop.take(totals)
         blend = self.network.statistics.blend if self.average is None else self.average.blend
         write = partial(blend, totals.statistics, totals.count)
@@ -531,7 +548,10 @@ class Replica:
             stop: whether this rank was asked to stop; all ranks read the number of such ranks.
             status: flag about a checkpoint; all ranks read the sum.
         """
-        self._reduction.post(stop=stop, status=status, checks=None if self.watch is None else self.watch.message())
+        self._facts = self.settings | self._step.facts
+        facts = zlib.crc32(repr(self._facts).encode()) if self.groups.messages.size > 1 else 0
+        checks = self._agreed.numbers([facts, 0], found=False) if self.watch is None else self.watch.message(facts)
+        self._reduction.post(stop=stop, status=status, checks=checks)
         self.global_step += 1
         self.lr = self._current_lr
 
@@ -668,3 +688,20 @@ class Replica:
         """Raise the same error on all ranks for the differences that the watch has found. Collective; after `drain`."""
         assert self.watch is not None
         raise self.watch.error(self.kept_step).of_all_ranks()
+
+
+def _check_statistics(replica: Replica, batch: Batch, nominal_batch: int) -> None:
+    """Raise if a batch norm has a single value per channel in steps like this one; only warn if they are shorter than usual.
+
+    Raises:
+        ConfigError: a batch norm has a single value; raised on every rank.
+    """
+    groups, distribution, passes = replica.groups, replica.distribution, replica.passes
+    plan = ParallelPlan(cols=groups.all_ranks.size) if distribution is None else distribution.plan
+    sharing = StatisticsSharing(plan, passes.micro_batches, passes.shards)
+    single = sharing.single([replica.network.graph(1, batch.image_shape)], batch.global_count)
+    if single is not None:
+        sentence = f"{single.sentence('steps of ' + counted(batch.global_count, 'image'))}; {single.fix}."
+        if batch.global_count >= nominal_batch:
+            raise ConfigError(sentence).of_all_ranks()
+        _log.warning(sentence)

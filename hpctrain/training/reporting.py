@@ -5,6 +5,7 @@ On a terminal a bar is shown, elsewhere one line per interval. JSON lines are al
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 import os
@@ -12,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -100,7 +102,7 @@ class ConsoleReporter(Reporter):
         if self._last_record is None or now - self._last_record >= self._interval_seconds:
             self._last_record = now
             self._record_step()
-        self._pass_on(lambda reporter: reporter.step(epoch, step, sums, lr, images_per_second))
+        self._pass_on(lambda reporter: reporter.step(epoch, step, replace(sums), lr, images_per_second))
 
     def flush(self) -> None:
         self._record_step()
@@ -142,7 +144,7 @@ class ConsoleReporter(Reporter):
     def record(self, kind: str, values: Mapping[str, Any]) -> None:
         """Append a record to the metrics."""
         self._metrics.add({"kind": kind, "time": time.time(), **values})
-        self._pass_on(lambda reporter: reporter.record(kind, values))
+        self._pass_on(lambda reporter: reporter.record(kind, copy.deepcopy(dict(values))))
 
     def say(self, text: str) -> None:
         """Print a line as `warn` does, unless the style is "none"; other reporters always receive it."""

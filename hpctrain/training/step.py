@@ -247,6 +247,7 @@ class TrainingStep:
 
     Attributes:
         finiteness: check of this rank's values, once per step; the message informs the other ranks.
+        facts: values of the latest step that must be equal on all ranks, by name.
     """
 
     def __init__(
@@ -270,6 +271,8 @@ class TrainingStep:
         self._progress = progress
         self._hooks = AveragingHooks(averagers, progress, self._passes.micro_batches)
         self.finiteness = Finiteness(network, averagers, progress.rank)
+        self._optimizers = [averager.optimizer for averager in averagers.values()]
+        self.facts: dict[str, object] = {}
         self._tracing: TracingHooks | None = None
         self.record_operators(progress.trace)
 
@@ -285,6 +288,7 @@ class TrainingStep:
             averager.begin_step(lr, self._counts_of(group, batch.counts))
         self._message.clear()
         self._hooks.start()
+        self.facts = {"lr": float(lr), "images": batch.global_count}
         parts = list(enumerate(micro_batches_of(batch.share, self._passes.micro_batches)))
         together = self._passes.together
         for first in range(0, len(parts), together):
@@ -336,6 +340,8 @@ class TrainingStep:
             self._lap(Category.WORK, "loss")
             check = self.finiteness.begin() if begins and self._checks_finite else None
             self._lap(Category.WORK, "finite numbers")
+            for optimizer in self._optimizers if begins else ():  # updates of the previous step are done, none of this one
+                self.facts |= optimizer.settings(arguments=True)
             if begins and self._watch is not None:
                 self._watch.take_checksums(global_step)
                 self._lap(Category.WORK, "watched weights")

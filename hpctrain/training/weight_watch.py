@@ -415,12 +415,8 @@ def alike_positions(groups: GridGroups) -> tuple[Sequence[Sequence[int]], ...]:
     return [range(ranks)], [range(split_rank, ranks, splits) for split_rank in range(splits)]
 
 
-def message_size(groups: GridGroups, cadence: CheckCadence) -> int:
-    """Return the size of `WeightWatch.message`; 0 if nothing is compared."""
-    return _agreed(groups).size if cadence.every_steps else 0
-
-
-def _agreed(groups: GridGroups) -> AgreedChecksums:
+def agreed_checksums(groups: GridGroups) -> AgreedChecksums:
+    """Return the checksums by kind that ranks compare in each step's message."""
     return AgreedChecksums(alike_positions(groups), groups.messages.rank)
 
 
@@ -448,7 +444,8 @@ class WeightWatch:
         groups: GridGroups,
         cadence: CheckCadence,
     ) -> None:
-        self._averagers, self._optimizers, self._agreed = averagers, guards, _agreed(groups)
+        self._averagers, self._optimizers, self._agreed = averagers, guards, agreed_checksums(groups)
+        self._facts = 0
         self._comm, self._every, self._hint = groups.messages, cadence.every_steps, cadence.hint
         self._alike = alike_positions(groups)
         statistics = _statistics(network, average)
@@ -550,8 +547,9 @@ class WeightWatch:
         self._reads = [*self._reads, _Read(step, fetches, tuple(verified))][-self._steps_kept :]
         self._taken_step = step
 
-    def message(self) -> np.ndarray:
-        """Return the numbers for a step's message (see `AgreedChecksums.numbers`)."""
+    def message(self, facts: int = 0) -> np.ndarray:
+        """Return the numbers for a step's message (see `AgreedChecksums.numbers`), with the checksum of further equal facts."""
+        self._facts = facts
         self._has_sent_parts, taken = self._part_checksums is not None, self._part_checksums
         of_parts = [_NO_CHECKSUMS] * len(self._parts)
         if taken is not None:
@@ -706,7 +704,8 @@ class WeightWatch:
         for guard in self._guards:
             guard.read_findings()
         kinds = (self._sent[kind::_KINDS] for kind in range(_KINDS))
-        checksums = [zlib.crc32(b"".join(one.digests.tobytes() for one in kind)) for kind in kinds]
+        joined = (b"".join(one.digests.tobytes() for one in kind) for kind in kinds)
+        checksums = [zlib.crc32(digests, first) for digests, first in zip(joined, (self._facts, 0), strict=True)]
         return self._agreed.numbers(checksums, found=any(guard.changed_arrays for guard in self._guards))
 
 

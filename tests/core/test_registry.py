@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -25,8 +26,11 @@ from hpctrain.core import errors, user_code
 from hpctrain.core.errors import ConfigError, HpctrainError, OptionError
 from hpctrain.core.registry import Registry, check_options, options_of
 from hpctrain.core.text import choices, joined, nearest, rule
+from hpctrain.data.augmentations.base import Augmentation
+from hpctrain.nn.layers import Layer
 from hpctrain.optim.base import Optimizer
 from hpctrain.optim.optimizers import OPTIMIZERS, Lars, Sgd
+from hpctrain.optim.schedules import LearningRateSchedule
 from tests.test_architecture import classes
 
 MODULES = {
@@ -636,3 +640,47 @@ def test_all_errors_of_the_package_are_of_this_family() -> None:
         if node.name.endswith("Error") and node.name not in ("EmulatedDeviceError", "InvalidPlanError"):
             module, _, word = name.rpartition(".")
             assert issubclass(getattr(importlib.import_module(module), word), HpctrainError), name
+
+
+WRONG: dict[str, object] = {
+    "None": None,
+    "text": "0.1",
+    "list": [0.1, 0.2],
+    "array": np.zeros((2, 3)),
+    "object": object(),
+    "true": True,
+    "number": 0.5,
+}
+#: methods of user classes by the results that are right
+RESULTS: dict[tuple[type, str], set[str]] = {
+    (LearningRateSchedule, "after_warmup"): {"number"},
+    (LearningRateSchedule, "lr"): {"number"},
+    (LearningRateSchedule, "observed"): {"None"},
+    (Augmentation, "apply"): {"None"},
+    (Augmentation, "output_shape"): set(),
+    (Augmentation, "resized"): {"None"},
+    (Optimizer, "state"): set(),
+    (Optimizer, "counters"): set(),
+    (Optimizer, "update"): {"None"},
+    (Layer, "parameters"): set(),
+    (Layer, "children"): set(),
+    (Layer, "lower"): set(),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+@pytest.mark.parametrize(("base", "method"), RESULTS)
+def test_a_wrong_result_of_a_users_method_is_one_sentence(base: type, method: str, wrong: str) -> None:
+    """It names the class, the method, its line, the result, and what the base class asks for."""
+
+    def returns(self: object, *arguments: object, **keywords: object) -> object:
+        return WRONG[wrong]
+
+    made = type(base)("Mine", (base,), {"__module__": __name__, method: returns})
+    made.__abstractmethods__ = frozenset()
+    mine = object.__new__(made)
+    if wrong in RESULTS[base, method]:
+        assert getattr(mine, method)() == WRONG[wrong]
+        return
+    with pytest.raises(ConfigError, match=rf"^Mine.{method} \(.*test_registry.py, line \d+\) returns .*, but must return \w+"):
+        getattr(mine, method)()

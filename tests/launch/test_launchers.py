@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from hpctrain.cli.job_process import JobProcess
 from hpctrain.core.errors import LaunchError
+from hpctrain.job.session import start_world
 from hpctrain.launch.launcher import (
     Launcher,
     check_world,
@@ -210,14 +212,54 @@ def test_one_process_of_a_job_of_several_is_reported(tmp_path: Path) -> None:
     (tmp_path / "host").write_text("a\na\n")
     pbs = {"PBS_JOBID": "1", "PBS_NODEFILE": str(tmp_path / "hosts")}
     several = [BATCH_SCRIPT, {"SLURM_NTASKS": "8"}, {"SLURM_NTASKS": "1", "SLURM_JOB_NUM_NODES": "2"}, pbs]
+    several += [{"RANK": "1", "WORLD_SIZE": "3"}, {"HOROVOD_SIZE": "2"}]
     for environ in several:
         fault = lone_fault(detect(environ), environ)
         assert fault is not None
         assert "is the only rank; start it as" in fault
         assert lone_fault(detect(environ), environ | {"HPCTRAIN_EXPECT_RANKS": "1"}) is None
     alone = [{}, {"SLURM_NTASKS": "1"}, {"PBS_NODEFILE": pbs["PBS_NODEFILE"]}, pbs | {"PBS_NODEFILE": str(tmp_path / "host")}]
-    for environ in (*alone, pbs | {"PBS_NODEFILE": "/nowhere"}, SLURM, BATCH_SCRIPT | HYDRA, SLURM | OPEN_MPI):
+    torchrun = [{"RANK": "0", "WORLD_SIZE": "1"}, SLURM | {"WORLD_SIZE": "7"}, HYDRA | {"WORLD_SIZE": "2"}]
+    for environ in (*alone, *torchrun, pbs | {"PBS_NODEFILE": "/nowhere"}, SLURM, BATCH_SCRIPT | HYDRA, SLURM | OPEN_MPI):
         assert lone_fault(detect(environ), environ) is None
+
+
+@pytest.mark.parametrize("variable", ["WORLD_SIZE", "HOROVOD_SIZE", "PADDLE_TRAINERS_NUM"])
+def test_copies_of_a_launcher_without_mpi_are_refused(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In programs, too, where a lone process in an allocation only leads to a warning."""
+    for name in set(os.environ) - set(without_launcher(os.environ)):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv(variable, "3")
+    with pytest.raises(LaunchError, match=f"{variable} is 3, .* start it as `mpiexec -n 3"):
+        start_world(detect(os.environ), 10.0)
+    monkeypatch.setenv(variable, "1")
+    assert start_world(detect(os.environ), 10.0).size == 1
+
+
+@pytest.mark.job
+@pytest.mark.parametrize(("threads", "launcher"), [(2, Launcher("none")), (1, detect(HYDRA)), (1, Launcher("none"))])
+def test_a_process_forked_after_threads_or_mpi_refuses_to_train(
+    threads: int, launcher: Launcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The parent, which goes on, does not; nor does a child whose parent had one thread, or had not trained yet."""
+    monkeypatch.setattr("hpctrain.launch.threads._started_in", set())
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: {0, 1})
+    monkeypatch.setattr("threadpoolctl.threadpool_limits", lambda limits: None)
+
+    def refused_in_child() -> bool:
+        child = os.fork()
+        if not child:
+            try:
+                JobProcess(launcher)
+                os._exit(0)
+            except LaunchError as error:
+                os._exit(1 if "spawn" in str(error) else 2)
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
+
+    assert not refused_in_child()
+    set_threads(launcher, threads, {})
+    assert refused_in_child() == (threads > 1 or launcher.starts_mpi)
+    JobProcess(launcher)
 
 
 def test_only_fault_tolerant_launchers_keep_a_job_that_has_lost_a_rank() -> None:

@@ -12,14 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
-from hpctrain.backend.onednn.kernel_set import OnednnKernelSet
+from hpctrain.backend.onednn.kernel_set import OnednnKernelSet, available
 from hpctrain.backend.operators import Array, Buffers, FollowsOperator, KernelSet, Operator, StepContext
 from hpctrain.backend.specs import Shape
-from hpctrain.core.errors import ShapeError
+from hpctrain.core.errors import ConfigError, ShapeError
 from hpctrain.nn.captured_program import backward_spans, forward_spans
 from hpctrain.nn.custom import ArrayLayer
 from hpctrain.nn.initialise import constant
-from hpctrain.nn.layers import Conv2d, Flatten, Layer, Linear, Sequential
+from hpctrain.nn.layers import BatchNorm, Conv2d, Dropout, Flatten, Layer, Linear, ReLU, Residual, Sequential
 from hpctrain.nn.network import Network
 from hpctrain.nn.parameter import Parameter, ParameterSpec
 from hpctrain.nn.program import Program, StepHooks
@@ -162,12 +162,19 @@ def test_a_users_layer_trains_like_any_other() -> None:
         (
             "forward",
             np.zeros((2, 5)),
-            r"forward \(.*test_programs.py, line \d+\) returns y with shape \(2, 5\), but its shape must be",
+            r"forward \(.*test_programs.py, line \d+\) returns y with shape \(2, 5\), but must return numbers of shape",
         ),
-        ("forward", None, "returns y with the value None, but its shape must be"),
-        ("backward", np.zeros(3), r"backward .* returns array.*, but must return dx and a mapping of gradients"),
+        ("forward", None, "returns y with the value None, but must return numbers of shape"),
+        ("backward", np.zeros(3), r"backward .* returns array.*, but must return dx and the gradients of the parameters by role"),
         ("backward", (np.zeros((2, 5)), {"scale": 0.0}), r"returns dx with shape \(2, 5\), but .* follows from that of x"),
         ("backward", (0.0, {}), "returns the gradient of scale with the value None"),
+        ("forward", "1.5", "returns y with the value '1.5', but must return numbers of shape"),
+        ("forward", np.zeros((1, 7, 5, 4)), r"returns y with shape \(1, 7, 5, 4\), but must return numbers of shape"),
+        ("forward", np.zeros((4, 7, 5, 4), complex), "returns y with .*, but must return numbers of shape"),
+        ("output_shape", None, "returns None, but must return the shape of y for x of `shape`"),
+        ("output_shape", "same", "returns 'same', but must return the shape of y"),
+        ("parameters", {"scale": 1.0}, "returns .*, but must return the declared parameters by role"),
+        ("parameters", None, "returns None, but must return the declared parameters by role"),
     ],
 )
 def test_wrong_results_of_a_users_layer_name_the_layer_the_method_and_the_shape(method: str, result: object, words: str) -> None:
@@ -181,8 +188,74 @@ def test_wrong_results_of_a_users_layer_name_the_layer_the_method_and_the_shape(
 
     setattr(Wrong, method, returns)
     model = Sequential({"conv": Conv2d(3, 4, 3), "mine": Wrong(), "flatten": Flatten(), "fc": Linear(4 * 7 * 5, 5)})
-    with pytest.raises(ShapeError, match=f"^Layer mine: Wrong.*{words}"):
+    with pytest.raises((ShapeError, ConfigError), match=f"Wrong.*{words}"):
         _check_gradients(model)
+
+
+WRITES: dict[str, Callable[[Array], object]] = {
+    "clip": lambda array: np.clip(array, 0, 6, out=array),
+    "multiply": lambda array: np.multiply(array, 2, out=array),
+    "assign": lambda array: array.__setitem__(..., 1.0),
+    "fill": lambda array: array.fill(0.0),
+    "flat": lambda array: array.reshape(-1).__setitem__(slice(None), 3.0),
+}
+
+
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("make", [NumpyKernelSet, OnednnKernelSet])
+@pytest.mark.parametrize("place", ["forward x", "forward scale", "backward x", "backward scale", "backward dy"])
+def test_a_users_layer_cannot_write_to_arrays_that_others_read(place: str, make: Callable[[], KernelSet], write: str) -> None:
+    """NumPy refuses the write, so that the result depends on no kernel set's use of memory."""
+    if make is OnednnKernelSet and (reason := available()) is not None:
+        pytest.skip(reason)
+
+    class Writes(_Scale):
+        def forward(self, x: Array, parameters: Mapping[str, Array], context: StepContext, saved: dict[str, Any]) -> Array:
+            arrays = {"forward x": x, "forward scale": parameters["scale"]}
+            if place in arrays:
+                WRITES[write](arrays[place])
+            return super().forward(x, parameters, context, saved)
+
+        def backward(
+            self, x: Array, dy: Array, parameters: Mapping[str, Array], saved: dict[str, Any]
+        ) -> tuple[Array, Mapping[str, Array]]:
+            arrays = {"backward x": x, "backward dy": dy, "backward scale": parameters["scale"]}
+            if place in arrays:
+                WRITES[write](arrays[place])
+            return super().backward(x, dy, parameters, saved)
+
+    model = Sequential({"conv": Conv2d(3, 4, 3), "mine": Writes(), "flatten": Flatten(), "fc": Linear(4 * 7 * 5, 5)})
+    network = Network(model, SHAPE, make(), dtype="float32", seed=5)
+
+    def step() -> None:
+        _loss(network, *_data(4))
+        network.program(4, training=True).backward()
+
+    with pytest.raises(ValueError, match=r"read-only|readonly"):
+        step()
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_one_layer_object_in_two_places_is_refused_if_it_has_parameters(seed: int) -> None:
+    """It would become two layers with parameters of their own. A layer without parameters may occur in several places."""
+    random = np.random.default_rng(seed)
+    shared: Layer = [Conv2d(3, 3, 1), BatchNorm(3), Sequential([Conv2d(3, 3, 1)]), _Scale(), ReLU(), Dropout(0.5)][seed % 6]
+    places = set(random.choice(4, 2, replace=False).tolist())
+    parts = [shared if number in places else Conv2d(3, 3, 1) for number in range(4)]
+    model = Sequential(
+        {
+            "first": Sequential([parts[0]]),
+            "block": Residual({"a": parts[1], "b": Conv2d(3, 3, 1)}, shortcut=parts[2]),
+            "last": parts[3],
+            "flatten": Flatten(),
+            "fc": Linear(189, 5),
+        }
+    )
+    if isinstance(shared, ReLU | Dropout):
+        _network(model)
+        return
+    with pytest.raises(ShapeError, match="are one object, but layers share no parameters; create one for each"):
+        _network(model)
 
 
 def test_a_layer_used_twice_is_refused() -> None:

@@ -20,6 +20,7 @@ from hpctrain.averaging.strategies.sparse import Sparse, SparseOptions
 from hpctrain.backend.cuda.kernel_set import CudaKernelSet
 from hpctrain.backend.cuda.runtime import CudaRuntime
 from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
+from hpctrain.core.errors import CorruptedStateError
 from hpctrain.core.intervals import even_intervals, relative, replace_dim, whole
 from hpctrain.optim.ema import EmaRule
 from hpctrain.optim.optimizers import Adamw, Sgd
@@ -39,6 +40,7 @@ from hpctrain.training.state_hashes import (
 )
 from hpctrain.training.weight_watch import (
     AgreedChecksums,
+    CheckCadence,
     Checksums,
     PartChecksums,
     PartGuard,
@@ -317,6 +319,43 @@ def test_sums_of_many_ranks_are_exact() -> None:
     most = agreed.numbers((2**32 - 1, 2**32 - 1), found=False)
     assert agreed.agree(200_000 * most)
     assert not agreed.agree(199_999 * most + agreed.numbers((2**32 - 1, 2**32 - 2), found=False))
+
+
+@pytest.mark.sample(8)
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_step_with_other_settings_on_one_rank_is_an_error_on_all_ranks(strategy: str, seed: int) -> None:
+    """For any averager, grid, rank and step, with and without checks; ranks raise it before they settle the following step."""
+    random = np.random.default_rng([seed, *strategy.encode()])
+    rows, cols = GRIDS[random.integers(1, 6)]
+    odd, step = random.integers(rows * cols), random.integers(3)
+    what, checks = ("lr", "weight_decay")[random.integers(2)], CheckCadence(int(random.integers(3)))
+
+    def said(comm: ThreadCommunicator) -> str:
+        made_here: list[Sgd] = []
+
+        def optimizer() -> Sgd:
+            made_here.append(Sgd(momentum=0.0))
+            return made_here[-1]
+
+        task = replace(task_on(rows, cols), optimizer=optimizer, checks=checks, ema=None)
+        replica = made(comm, task, strategy)
+        try:
+            for number, batch in enumerate(batches(task, replica.groups.position, comm.size, replica.tiles)):
+                differs = number == step and comm.rank == odd
+                for one in made_here if what == "weight_decay" and differs else ():
+                    object.__setattr__(one, "weight_decay", 0.5)
+                replica.step(batch, task.lr * (1 + 2.0**-52 * (what == "lr" and differs)))
+            replica.settle()
+        except CorruptedStateError as error:
+            assert replica.global_step == step + 1
+            return str(error)
+        return ""
+
+    sentences = run_virtual(rows * cols, said, seed=seed, ranks_per_node=1)
+    assert len(set(sentences)) == 1
+    assert f"other values in step {step + 1} than rank" in sentences[0]
+    assert f": {what} is " in sentences[0]
 
 
 SIZES = st.lists(st.integers(0, 40), max_size=6)

@@ -24,11 +24,12 @@ from hpctrain.backend.operators import KernelSet
 from hpctrain.comm.base import SingleCommunicator
 from hpctrain.comm.groups import ProcessGrid
 from hpctrain.comm.progress import ProgressEngine
-from hpctrain.core.errors import BackendError, CorruptedStateError, DivergedError
+from hpctrain.core.errors import BackendError, ConfigError, CorruptedStateError, DivergedError
+from hpctrain.core.intervals import even
 from hpctrain.data.loader import ArrayLoader
 from hpctrain.data.sampler import Sampler
 from hpctrain.flight.recorder import FlightNotes, FlightRecorder
-from hpctrain.nn.layers import Conv2d, Flatten, Layer, Linear, PadChannels, Residual, Sequential
+from hpctrain.nn.layers import BatchNorm, Conv2d, Flatten, Layer, Linear, PadChannels, Residual, Sequential
 from hpctrain.nn.network import Network
 from hpctrain.optim.base import Optimizer
 from hpctrain.optim.optimizers import Lars, Sgd
@@ -490,3 +491,32 @@ def test_layers_of_numpy_are_refused() -> None:
     network = Network(model, (9, 7, 3), LateKernelSet())
     with pytest.raises(BackendError, match=r"Layer cube: The layer's code computes with NumPy.*use backend numpy or onednn\.$"):
         network.program(2, training=True)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_program_is_refused_a_batch_norm_over_one_value(seed: int) -> None:
+    """On every rank, at the first step in which some rank has one image of one pixel, however the batch was made."""
+    random = np.random.default_rng(seed)
+    ranks, batch = int(random.integers(1, 4)), int(random.integers(1, 6))
+    side, synchronised = (1, 1, 1, 2)[random.integers(4)], bool(random.integers(3) == 0)
+
+    def model() -> Layer:
+        parts = {"norm": BatchNorm(3, synchronised=synchronised), "flatten": Flatten()}
+        return Sequential({"conv": Conv2d(3, 3, 1), **parts, "fc": Linear(3 * side * side, 5)})
+
+    def said(comm: ThreadCommunicator) -> str:
+        task = replace(TASK, model=model, image_shape=(side, side, 3), batch=batch, samples=2 * batch, steps=2)
+        replica = replica_of(task, comm, virtual_engine(comm), Sharded, nominal_batch=batch)
+        try:
+            for one in batches(task, comm.rank, comm.size):
+                replica.step(one, 0.01)
+        except ConfigError as error:
+            return str(error)
+        replica.settle()
+        return ""
+
+    shares = [batch] if synchronised else [count for count in even(batch, ranks) if count]
+    sentences = set(run_virtual(ranks, said))
+    assert len(sentences) == 1
+    single = side == 1 and min(shares) == 1
+    assert sentences.pop().startswith("Batch norm norm has a single value per channel") == single
