@@ -12,6 +12,7 @@ import click
 from hpctrain.cli.arguments import Seconds
 from hpctrain.cli.failure import check_values
 from hpctrain.core.errors import LaunchError
+from hpctrain.core.files import open_own
 from hpctrain.core.text import echo
 
 if TYPE_CHECKING:
@@ -111,7 +112,7 @@ def _keep(output: Path, name: str, attempt: Attempt) -> None:
     line = json.dumps({"name": name, **attempt.as_json()})
     try:
         output.mkdir(parents=True, exist_ok=True)
-        with open(output / ATTEMPTS_FILE, "a", encoding="utf-8") as file:
+        with open(open_own(output / ATTEMPTS_FILE, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "a", encoding="utf-8") as file:
             file.write(line + "\n")
     except OSError as error:
         _say(f"{output / ATTEMPTS_FILE} cannot be written: {error.strerror}")

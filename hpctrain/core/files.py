@@ -1,4 +1,9 @@
-"""Files that users name: expansion of paths, the user's own directories, and reads that neither block nor fill the memory."""
+"""Opening files that others may have made, reads that neither block nor fill the memory, and expansion of paths.
+
+Every file is opened by `open_regular` or `open_own`. `open_regular` is for files that the user names and for files of runs: a
+regular file of any owner. `open_own` is for files whose names hpctrain derives in directories such as /tmp, where another user
+may have made a file, or a link, with this name.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +30,10 @@ _KINDS = (
     (stat.S_ISDIR, "a directory"),
     (stat.S_ISFIFO, "a pipe"),
     (stat.S_ISSOCK, "a socket"),
-    (stat.S_ISLNK, "a link that points to itself"),
+    (stat.S_ISLNK, "a link"),
 )
+# An open does not wait for the other end of a pipe, and no terminal becomes that of the process.
+_NO_WAIT = os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 
 
 def kind_of(mode: int) -> str:
@@ -44,35 +51,128 @@ def require_regular(path: str | Path, *, pipes: bool = False) -> None:
         OSError: the path does not exist, or is another kind of file.
     """
     mode = os.stat(path).st_mode
-    if stat.S_ISREG(mode) or (pipes and stat.S_ISFIFO(mode) and not os.path.lexists(os.path.realpath(path))):
-        return
+    if not (pipes and stat.S_ISFIFO(mode) and not os.path.lexists(os.path.realpath(path))):
+        _require_kind(mode, path)
+
+
+def _require_kind(mode: int, path: str | Path) -> None:
     if stat.S_ISDIR(mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
-    raise OSError(errno.EINVAL, f"it is {kind_of(mode)}, not a regular file", os.fspath(path))
+    if not stat.S_ISREG(mode):
+        raise OSError(errno.EINVAL, f"it is {kind_of(mode)}, not a regular file", os.fspath(path))
 
 
-def read_bytes(path: str | Path, most: int = RECORD_BYTES, *, pipes: bool = False) -> bytes:
+def is_private(directory: str | Path) -> bool:
+    """Return whether a path is a real directory of this user or root to which no other user may write."""
+    with suppress(OSError):
+        status = os.lstat(directory)
+        return stat.S_ISDIR(status.st_mode) and _is_of_user(status) and not status.st_mode & 0o022
+    return False
+
+
+def _is_of_user(status: os.stat_result) -> bool:
+    return status.st_uid in (os.geteuid(), 0)
+
+
+def followed(path: Path) -> Path | None:
+    """Return the path to which a link leads; None if `path` is not a link.
+
+    Raises:
+        OSError: another user made the link, in a directory to which other users may write.
+    """
+    try:
+        target = os.readlink(path)
+        mine = _is_of_user(os.lstat(path))
+    except OSError:  # no link
+        return None
+    if not mine and not is_private(os.path.realpath(path.parent)):
+        raise OSError(errno.EPERM, "it is a link of another user", os.fspath(path))
+    return path.parent / target
+
+
+def open_regular(path: str | Path, flags: int = os.O_RDONLY, *, pipes: bool = False) -> int:
+    """Open a regular file without waiting for other processes, and return its descriptor.
+
+    Other kinds of files are not opened, because opening a pipe waits for a writer, and a device may have side effects or no end.
+    A file is written through a link only if `followed` permits it.
+
+    Args:
+        flags: O_RDONLY, or flags for writing without O_TRUNC.
+        pipes: see `require_regular`.
+
+    Raises:
+        OSError: the file is missing or inaccessible, or not a regular file.
+    """
+    writes = flags & (os.O_WRONLY | os.O_RDWR)
+    with suppress(FileNotFoundError):
+        require_regular(path, pipes=pipes)
+    if writes and (target := followed(Path(path))) is not None:
+        return open_regular(target, flags)
+    descriptor = os.open(path, flags | _NO_WAIT | (os.O_NOFOLLOW if writes else 0), 0o666)
+    try:
+        mode = os.fstat(descriptor).st_mode  # another file may have replaced it in between
+        if not (pipes and stat.S_ISFIFO(mode)):
+            _require_kind(mode, path)
+        os.set_blocking(descriptor, True)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def open_own(path: str | Path, flags: int = os.O_RDONLY, mode: int = 0o666) -> int:
+    """Open a regular file whose name hpctrain derives, and return its descriptor. Another user's file is not opened.
+
+    No link leads to the file. If other users may write to its directory, the file belongs to this user or root, others may not
+    write to it, and it has no second name.
+
+    Args:
+        flags: flags without O_TRUNC. O_CREAT creates a missing file.
+        mode: permissions of a new file.
+
+    Raises:
+        OSError: the file is missing or inaccessible, or another user may have made it.
+    """
+    if flags & os.O_CREAT:
+        with suppress(FileExistsError):
+            return os.open(path, flags | _NO_WAIT | os.O_EXCL, mode)
+    _require_kind(os.lstat(path).st_mode, path)
+    descriptor = os.open(path, (flags & ~os.O_CREAT) | _NO_WAIT | os.O_NOFOLLOW)
+    try:
+        status = os.fstat(descriptor)
+        _require_kind(status.st_mode, path)
+        own = _is_of_user(status) and status.st_nlink < 2 and not status.st_mode & stat.S_IWOTH
+        if not own and not is_private(os.path.realpath(os.path.dirname(path))):
+            raise OSError(errno.EPERM, "another user may have made it", os.fspath(path))
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def read_bytes(path: str | Path, most: int = RECORD_BYTES, *, pipes: bool = False, own: bool = False) -> bytes:
     """Return the content of a file.
 
     Args:
         most: maximum size in bytes.
         pipes: see `require_regular`.
+        own: whether hpctrain derives the name; see `open_own`.
 
     Raises:
-        OSError: the file cannot be read, is not regular, or is too large.
+        OSError: the file cannot be opened (see `open_regular`), cannot be read, or is too large.
     """
-    require_regular(path, pipes=pipes)
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    descriptor = open_own(path) if own else open_regular(path, pipes=pipes)
     try:
-        blocks, count = [], 0
-        while block := os.read(descriptor, min(_BLOCK, most + 1 - count)):
-            count += len(block)
-            if count > most:
-                raise OSError(errno.EFBIG, f"it has more than {most:,} bytes, the maximum for such a file", os.fspath(path))
-            blocks.append(block)
+        content = bytearray()
+        larger = os.fstat(descriptor).st_size > most  # a pipe has no size
+        while not larger and (block := os.read(descriptor, min(_BLOCK, most + 1))):
+            content += block
+            larger = len(content) > most
     finally:
         os.close(descriptor)
-    return b"".join(blocks)
+    if larger:
+        raise OSError(errno.EFBIG, f"it has more than {most:,} bytes, the maximum for such a file", os.fspath(path))
+    return bytes(content)
 
 
 def read_text(path: str | Path, most: int = RECORD_BYTES, *, pipes: bool = False) -> str:

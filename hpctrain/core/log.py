@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 
+from hpctrain.core.files import open_regular
 from hpctrain.core.text import beginning_with, colours, counted, escaped, place
 
 #: maximum number of lines that wait for the file or the disk; beyond it the oldest ones are dropped
@@ -113,7 +114,7 @@ class RankLog(logging.Handler):
         if not self._waiting:
             return
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        descriptor = open_regular(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
         try:
             while self._waiting:
                 line = self._waiting[0]

@@ -123,7 +123,7 @@ def modules() -> dict[str, str]:
     others = tuple(f"{place}{os.sep}" for place in places)
     files = {name: getattr(module, "__file__", None) for name, module in tuple(sys.modules.items())}
     return {
-        name: f"{zlib.crc32(Path(file).read_bytes()):08x}"
+        name: f"{zlib.crc32(read_bytes(file)):08x}"
         for name, file in sorted(files.items())
         if file is not None and file.endswith(".py") and not file.startswith(others) and name not in _NO_NAMES
         if not name.startswith((_OF_FILES, _INSTRUMENTS)) and Path(file).is_file()

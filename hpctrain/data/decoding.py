@@ -27,7 +27,7 @@ import PIL
 from PIL import ExifTags, Image, UnidentifiedImageError, features
 
 from hpctrain.core.errors import DataError
-from hpctrain.data.files import read_regular
+from hpctrain.core.files import open_regular, read_bytes
 from hpctrain.data.readers import BlockReader, Extents, ValueRange, sum_of
 
 try:
@@ -145,7 +145,7 @@ def read_picture(path: Path, max_pixels: int | None = None) -> bytes:
         DataError: the file cannot be read or is too large. The message does not name it.
     """
     try:
-        return read_regular(path, _BYTES_OF_PIXEL * (max_pixels or MAX_PIXELS) + _BYTES_OF_METADATA)
+        return read_bytes(path, _BYTES_OF_PIXEL * (max_pixels or MAX_PIXELS) + _BYTES_OF_METADATA)
     except OSError as error:
         raise DataError(f"The image cannot be read: {error.strerror or error}.") from error
 
@@ -265,10 +265,11 @@ def deep_maximum(source: Path | bytes, max_pixels: int | None = None) -> int:
     Returns -1 for floating-point numbers and wider integers, and 0 for other and for unreadable pictures.
     """
     try:
-        start = source[:26] if isinstance(source, bytes) else _first_bytes(source)
-        if start.startswith(_JPEG) or (start.startswith(_PNG) and start[24:25] != bytes([_MOST_BITS])):
-            return 0
-        with Image.open(source if isinstance(source, Path) else io.BytesIO(source), formats=_formats()) as opened:
+        with open(open_regular(source), "rb") if isinstance(source, Path) else io.BytesIO(source) as file:
+            start = file.read(26)
+            if start.startswith(_JPEG) or (start.startswith(_PNG) and start[24:25] != bytes([_MOST_BITS])):
+                return 0
+            opened = Image.open(file, formats=_formats())
             if opened.width * opened.height > (max_pixels or MAX_PIXELS):
                 return 0
             if opened.mode == "F" or (opened.mode.startswith("I") and _depth(opened) > _MOST_BITS):
@@ -280,11 +281,6 @@ def deep_maximum(source: Path | bytes, max_pixels: int | None = None) -> int:
     except Exception:  # conversions report why a picture cannot be decoded
         return 0
     return 0
-
-
-def _first_bytes(path: Path) -> bytes:
-    with path.open("rb") as file:
-        return file.read(26)
 
 
 def scaled(values: np.ndarray, value_range: ValueRange) -> np.ndarray:

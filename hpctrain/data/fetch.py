@@ -23,10 +23,11 @@ from pathlib import Path
 import numpy as np
 
 from hpctrain.core.errors import DataError
+from hpctrain.core.files import open_regular
 from hpctrain.core.log import get_logger
 from hpctrain.data.convert import cifar, idx
 from hpctrain.data.convert.common import Advance, no_progress
-from hpctrain.data.files import open_regular, system_errors_as
+from hpctrain.data.files import system_errors_as
 from hpctrain.data.image_file import ImageFile, class_difference
 from hpctrain.storage.atomic_write import write_bytes
 

@@ -44,6 +44,7 @@ import numpy as np
 from hpctrain.backend.counter_random import key, words
 from hpctrain.core import user_code
 from hpctrain.core.errors import DataError
+from hpctrain.core.files import open_regular
 from hpctrain.data.files import require_file, system_errors_as
 from hpctrain.data.readers import BlockReader, Extents, MappedReader, ReadImages, UnreadableError, ValueRange, reason
 
@@ -464,7 +465,7 @@ def read_contents(path: Path) -> Stored:
 
 
 def _read(path: Path) -> Stored:
-    with path.open("rb") as file:
+    with open(open_regular(path), "rb") as file:
         start = file.read(len(_SIGNATURE) + 1)
     if not start.startswith(_SIGNATURE):
         raise _damaged(path)

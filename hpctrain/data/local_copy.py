@@ -7,7 +7,7 @@ again.
 A temporary copy is unlinked immediately after its creation, so no other program finds it, and nothing is left if ranks are
 killed. A copy that is kept for later runs has a name derived from the data file, and is locked while a job uses it; a second job
 on the node uses a temporary copy. At the end of a job, the samples in the copy are recorded in an index file next to it. A copy
-without a matching index counts as empty.
+without a matching index counts as empty, as does one that another user may have made.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import fcntl
 import hashlib
 import json
 import os
-import stat
 import tempfile
 import weakref
 import zlib
@@ -29,11 +28,11 @@ import numpy as np
 
 from hpctrain.comm.base import Communicator
 from hpctrain.comm.shared_memory import SharedMemory, share
-from hpctrain.core.files import expanded
+from hpctrain.core.files import expanded, open_own, read_bytes
 from hpctrain.core.log import get_logger
 from hpctrain.core.text import size_text
 from hpctrain.data.image_file import ImageFile
-from hpctrain.storage.atomic_write import write_bytes
+from hpctrain.storage.atomic_write import replacing
 
 _ABSENT, _PRESENT = range(2)
 _CHECKSUM_BYTES = 4
@@ -163,8 +162,11 @@ class LocalFile:
             return
         tables = self.copy.states.tobytes() + self.copy.checksums.tobytes()
         header = json.dumps({**self.known_by, "count": self.copy.count, "crc32": zlib.crc32(tables)}).encode()
-        with contextlib.suppress(OSError):  # without an index the next run reads the data file again
-            write_bytes(self.index, header + b"\n" + tables)
+        # Without an index, the next run reads the data file again.
+        with contextlib.suppress(OSError), replacing(self.index) as partial, open(partial, "wb") as file:
+            file.write(header + b"\n" + tables)
+            file.flush()
+            os.fsync(file.fileno())
 
 
 @dataclass(frozen=True)
@@ -266,18 +268,18 @@ def _directory(name: str) -> Path:
 def _make(directory: Path, known_by: Mapping[str, object], *, kept: bool) -> tuple[int, Path | None]:
     """Create or reopen a file for this job, and return its descriptor and path; the path is None if the file is temporary.
 
-    A temporary file is created if `kept` is false, or if another job uses the kept file of this data.
+    A temporary file is created if `kept` is false, if another job uses the kept file of this data, or if another user may have
+    made it.
     """
     if kept:
         name = hashlib.sha256(json.dumps(known_by, sort_keys=True).encode()).hexdigest()[:16]
         path = directory / f"{_PREFIX}{name}.samples"
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        status = os.fstat(descriptor)
-        if stat.S_ISREG(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o077:
+        with contextlib.suppress(OSError):
+            descriptor = open_own(path, os.O_RDWR | os.O_CREAT, 0o600)
             with contextlib.suppress(OSError):
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 return descriptor, path
-        os.close(descriptor)
+            os.close(descriptor)
     descriptor, text = tempfile.mkstemp(".samples", _PREFIX, directory)
     os.unlink(text)
     return descriptor, None
@@ -297,7 +299,7 @@ def _identity(file: ImageFile) -> dict[str, object]:
 def _load(copy: LocalCopy, index: Path, known_by: Mapping[str, object]) -> int:
     """Load the index of a kept copy, and return the number of samples in the copy; 0 without a matching index."""
     with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
-        header, _, tables = index.read_bytes().partition(b"\n")
+        header, _, tables = read_bytes(index, own=True).partition(b"\n")
         values = json.loads(header)
         count = int(values.pop("count"))
         fits = values.pop("crc32") == zlib.crc32(tables) and len(tables) == table_bytes(count)

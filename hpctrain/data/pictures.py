@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import stat
+import os
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,6 +11,7 @@ from typing import cast
 import numpy as np
 
 from hpctrain.core.errors import DataError, ShapeError
+from hpctrain.core.files import open_regular
 from hpctrain.core.log import get_logger
 from hpctrain.data.convert.common import in_order, listed
 from hpctrain.data.convert.folder import Search
@@ -76,11 +77,8 @@ def picture_facts(files: Sequence[Path]) -> dict[str, str]:
 
 def _fact(path: Path) -> str:
     try:
-        status = path.stat()
-        if not stat.S_ISREG(status.st_mode):
-            return "not a regular file"
-        with path.open("rb") as file:
-            return f"{status.st_size:,} bytes with crc32 {zlib.crc32(file.read(_COMPARED_BYTES)):08x}"
+        with open(open_regular(path), "rb") as file:
+            return f"{os.fstat(file.fileno()).st_size:,} bytes with crc32 {zlib.crc32(file.read(_COMPARED_BYTES)):08x}"
     except OSError as error:
         return f"missing or unreadable ({error.strerror})"
 

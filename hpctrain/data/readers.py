@@ -27,6 +27,7 @@ from typing import ClassVar, Protocol, cast
 import numpy as np
 
 from hpctrain.core.errors import DataError
+from hpctrain.core.files import open_regular
 from hpctrain.core.log import get_logger
 
 #: values that become 0 and 255
@@ -224,7 +225,7 @@ class BlockReader(ReadImages):
         self.replaced: dict[int, int] = {}
         self._path, self._map, self._offset = path, block, extents.first
         self._unreadable: set[int] = set()
-        self._descriptor = os.open(path, os.O_RDONLY)
+        self._descriptor = open_regular(path)
         self._close = weakref.finalize(self, os.close, self._descriptor)
         self._identity = _identity(os.fstat(self._descriptor))
         self._gathers = True
@@ -402,7 +403,7 @@ class BlockReader(ReadImages):
     def _open_again(self) -> None:
         """Reopen the path if it is still the same file."""
         with contextlib.suppress(OSError):
-            opened = os.open(self._path, os.O_RDONLY)
+            opened = open_regular(self._path)
             if _identity(os.fstat(opened)) != self._identity:
                 os.close(opened)
                 return

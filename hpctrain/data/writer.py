@@ -26,6 +26,7 @@ import h5py
 import numpy as np
 
 from hpctrain.core.errors import DataError
+from hpctrain.core.files import open_own
 from hpctrain.core.log import get_logger
 from hpctrain.data.files import system_errors_as
 from hpctrain.data.image_file import (
@@ -73,14 +74,15 @@ class UnfinishedFile:
         self.path = path.with_name(path.name + PARTIAL if self.keeps else f".{path.name}.{processes.own_mark()}.tmp")
         self._journal_path = self.path.with_name(self.path.name + _JOURNAL)
         self.size = self._journal_size = 0
-        self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
+        self._descriptor = self._opened(self.path)
         self._journal: int | None = None
         self._header = _line({"journal": _JOURNAL_VERSION, "source": hashlib.sha256((source or "").encode()).hexdigest()})
         try:
             if self.keeps:
                 self._lock()
-                self._refuse_foreign()
-                self._journal = os.open(self._journal_path, os.O_RDWR | os.O_CREAT, 0o666)
+                if os.fstat(self._descriptor).st_size and not self._journal_path.is_file():
+                    raise self._foreign(self.path)  # such as a download of the same name
+                self._journal = self._opened(self._journal_path)
             else:
                 os.ftruncate(self._descriptor, 0)
         except BaseException:
@@ -185,13 +187,18 @@ class UnfinishedFile:
                 raise DataError(f"Another process is writing {self.path}; wait for it, or give another output name.") from error
             # Without locks in the file system, the user must not run two conversions to one name.
 
-    def _refuse_foreign(self) -> None:
-        """Raise if another program may have written the unfinished file, such as a download of the same name."""
-        if os.fstat(self._descriptor).st_size and not self._journal_path.is_file():
-            raise DataError(
-                f"{self.path} already exists without the journal of a conversion, so another program may have written it; "
-                f"move it away, or give another output name."
-            )
+    def _opened(self, path: Path) -> int:
+        try:
+            return open_own(path, os.O_RDWR | os.O_CREAT)
+        except OSError as error:
+            if os.path.lexists(path):
+                raise self._foreign(path, f"({error.strerror})") from error
+            raise
+
+    def _foreign(self, path: Path, why: str = "without the journal of a conversion") -> DataError:
+        return DataError(
+            f"{path} already exists {why}, so another program may have written it; move it away, or give another output name."
+        )
 
     def _chunk(self, record: dict[str, Any]) -> np.ndarray | None:
         """Return the bytes of the next chunk; None if they do not match their checksum."""

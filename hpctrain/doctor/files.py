@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpctrain.core.errors import ConfigError, DataError, HpctrainError
-from hpctrain.core.files import path_of
+from hpctrain.core.files import path_of, read_bytes
 from hpctrain.core.text import size_text
 from hpctrain.doctor.check import Check, DoctorFinding, FindingKind, JobView, JoinedPlace, OwnPlace, Severity, fine, present
 from hpctrain.storage.atomic_write import write_bytes
@@ -89,7 +89,7 @@ def gather_directory(place: OwnPlace) -> DirectoryFacts | None:
     begin = time.perf_counter()
     try:
         write_bytes(path, content)
-        matches = path.read_bytes() == content
+        matches = read_bytes(path, own=True) == content
         path.unlink()
     except OSError as error:
         return DirectoryFacts(str(directory), error.errno or errno.EIO)
@@ -130,7 +130,7 @@ def gather_shared(place: JoinedPlace) -> bool | None:
 
 def _make(path: Path) -> bool:
     try:
-        path.touch()
+        path.touch(exist_ok=False)
     except OSError:
         return False
     return True
@@ -248,7 +248,7 @@ def _probe(directory: Path) -> str:
 
     path = probe_path(directory, "hdf5")
     try:
-        with h5py.File(path, "w") as file:
+        with h5py.File(path, "x") as file:
             file["probe"] = 1
         with h5py.File(path, "r") as file:
             file["probe"][()]

@@ -12,7 +12,6 @@ import mmap
 import os
 import platform
 import signal
-import stat
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -21,6 +20,7 @@ from enum import IntEnum
 from pathlib import Path
 
 from hpctrain.core.errors import DataError
+from hpctrain.core.files import open_own, open_regular
 from hpctrain.core.text import ranks_of
 from hpctrain.launch import processes
 from hpctrain.launch.process_end import FINISHED, STOPPED, End
@@ -321,14 +321,10 @@ def _is_gone(record: FlightRecord) -> bool:
 
 def _content(path: Path) -> bytes:
     """Return the content of a record's file. Reads at most the size of a record, and nothing from pipes or devices."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    try:
-        status = os.fstat(descriptor)
-        data = os.pread(descriptor, _SIZE, 0) if stat.S_ISREG(status.st_mode) and status.st_size == _SIZE else b""
-    finally:
-        os.close(descriptor)
+    with open(open_regular(path), "rb") as file:
+        data = file.read(_SIZE + 1)
     if len(data) != _SIZE or int.from_bytes(data[:8], "little") != MAGIC:
-        fault = f"has {status.st_size} bytes, not {_SIZE}" if status.st_size != _SIZE else "begins with other bytes"
+        fault = f"does not have {_SIZE} bytes" if len(data) != _SIZE else "begins with other bytes"
         raise DataError(f"{path} is not a flight record of this version: it {fault}; give a run directory.")
     return data
 
@@ -359,7 +355,7 @@ def mark_end(path: Path, number: int, end: End = End.SIGNAL, process: int | None
     Raises:
         OSError: the file cannot be written.
     """
-    descriptor = os.open(path, os.O_RDWR)
+    descriptor = open_own(path, os.O_RDWR)
     try:
         words = (Word.MAGIC, Word.ENDED, Word.PROCESS)
         head = [int.from_bytes(os.pread(descriptor, 8, 8 * word), "little") for word in words]

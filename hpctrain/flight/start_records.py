@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import os
-import stat
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from hpctrain.core.files import is_private
 from hpctrain.flight.recorder import FlightRecorder
 from hpctrain.flight.ring import file_name
 from hpctrain.launch.launcher import Launcher
@@ -47,7 +47,7 @@ def begin(path: Path, launcher: Launcher) -> FlightRecorder:
         new = not path.parent.exists()
         if path.parent.name.startswith(_START):
             path.parent.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            if not _is_private(path.parent.parent):
+            if not is_private(path.parent.parent):
                 raise PermissionError
         recorder.begun_at = recorder.keep_in(path.parent)
         if new:
@@ -111,16 +111,10 @@ def _user_directory(environ: Mapping[str, str]) -> Path:
     return Path(environ.get("TMPDIR") or "/tmp") / f"hpctrain-{os.getuid()}"
 
 
-def _is_private(directory: Path) -> bool:
-    """Return whether a path is a real directory of this user that no other user may write to."""
-    status = directory.lstat()
-    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o022
-
-
 def _starts(own: Path) -> list[Path]:
     """Return the directories of starts, latest first."""
     with contextlib.suppress(OSError):
-        if _is_private(own):
+        if is_private(own):
             starts = [entry for entry in os.scandir(own) if entry.name.startswith(_START) and entry.is_dir(follow_symlinks=False)]
             return [Path(entry.path) for entry in sorted(starts, key=lambda entry: -entry.stat().st_ctime_ns)]
     return []

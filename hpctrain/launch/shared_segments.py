@@ -19,6 +19,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from hpctrain.core.files import is_private
 from hpctrain.core.text import counted, size_text
 from hpctrain.launch.processes import process_namespace as _namespace
 from hpctrain.launch.processes import start_ticks as _begun
@@ -106,7 +107,7 @@ def _write(lines: Iterable[str], memory: Path) -> None:
     """Replace this process's file atomically, since the process may be killed at any time."""
     folder = _folder(memory)
     folder.mkdir(mode=0o700, exist_ok=True)
-    if _is_own(folder):
+    if is_private(folder):
         file = folder / _name(os.getpid())
         unfinished = file.with_name(f".{file.name}")
         unfinished.write_text("\n".join([_namespace(), *lines, ""]))
@@ -175,7 +176,7 @@ def _remove(path: Path, memory: Path) -> int | None:
 
 def _entries(memory: Path) -> Iterator[_Entry]:
     folder = _folder(memory)
-    if not _is_own(folder):
+    if not is_private(folder):
         return
     for file in folder.iterdir():
         namespace, *lines = file.read_text().splitlines() or [""]
@@ -188,14 +189,6 @@ def _entries(memory: Path) -> Iterator[_Entry]:
 
 def _folder(memory: Path) -> Path:
     return memory / f"hpctrain-{os.getuid()}"
-
-
-def _is_own(folder: Path) -> bool:
-    """Return whether a path is a real directory of this user to which no other user may write."""
-    with contextlib.suppress(OSError):
-        status = folder.lstat()
-        return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o022
-    return False
 
 
 def _name(process: int) -> str:

@@ -16,7 +16,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from hpctrain.core.files import read_text, user_directory
+from hpctrain.core.files import read_bytes, user_directory
 from hpctrain.core.log import get_logger
 from hpctrain.nn.compile.plan import Action, PlannedStep, StepMemory
 from hpctrain.parallel.moves import RedistributeOperator, RedistributeSpec
@@ -246,7 +246,7 @@ def interpolated(points: Sequence[tuple[int, float]], size: int) -> float | None
 def _read(path: Path) -> dict[str, Any]:
     """Return the content of a file of times; empty, with a warning, if the file is invalid."""
     try:
-        content = json.loads(read_text(path))
+        content = json.loads(read_bytes(path, own=True))
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:

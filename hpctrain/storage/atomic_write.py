@@ -1,9 +1,9 @@
 """Atomic writes of files: despite interruptions, a file on the disk always has either its old content or the complete new one.
 
 Output files that do not grow go through this module, except for traces, flight records and records of owners. It replaces regular
-files only. A link remains a link: its target is replaced, or created if it is missing. `write_bytes` writes directly into pipes,
-terminals, other character devices, and files that are already open (`/dev/stdout`); `replacing` raises an error for these. Both
-raise an error for directories, sockets and block devices.
+files only. A link remains a link: its target is replaced, or created if it is missing; `core.files.followed` states whose links
+are followed. `write_bytes` writes directly into pipes, terminals, other character devices, and files that are already open
+(`/dev/stdout`); `replacing` raises an error for these. Both raise an error for directories, sockets and block devices.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from itertools import count
 from pathlib import Path
 
 from hpctrain.core.errors import CheckpointError, CheckpointRemovedError
-from hpctrain.core.files import kind_of
+from hpctrain.core.files import followed, kind_of, open_own
 from hpctrain.launch import processes
 from hpctrain.launch.processes import ProcessMark
 
@@ -72,23 +72,20 @@ def check_target(path: Path, *, streams: bool = False) -> None:
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yield the path of a new file that replaces `path` when the block ends. The block must write and synchronise the file.
+    """Yield the path of a new, empty file that replaces `path` when the block ends. The block must write and synchronise it.
 
     After an error the new file is deleted. A killed process may leave one, whose name identifies the process (`partial_path`);
     the next write of `path` on the same machine removes it. If several processes write `path` at the same time, the last one to
     finish wins.
 
     Raises:
-        OSError: `path` cannot be replaced, or the new file's name is taken by something other than a regular file.
+        OSError: `path` cannot be replaced, or another user may have made a file with the new file's name.
     """
     target = target_of(path)
     partial = partial_path(target)
-    mode = _mode_of(partial)
-    if mode is not None and not stat.S_ISREG(mode):
-        words = "a link" if stat.S_ISLNK(mode) else kind_of(mode)
-        raise OSError(errno.EINVAL, f"it is {words} with the name of an unfinished file; delete it", os.fspath(partial))
     remove_unfinished(target)
     try:
+        os.close(open_own(partial, os.O_WRONLY | os.O_CREAT))
         yield partial
         publish(partial, target)
     except BaseException as error:
@@ -137,17 +134,16 @@ def remove_unfinished(path: Path) -> None:
 def publish(partial: Path, path: Path) -> None:
     """Rename a complete, synchronised file to `path`, and synchronise the directory.
 
-    The file gets the permissions of the file that it replaces.
+    The file gets the permissions of the file that it replaces, but another user's file does not let everyone write to it.
 
     Raises:
         OSError: `path` exists and is not a regular file, or it is a link.
     """
-    mode = _mode_of(path)
-    if mode is not None:
-        if not stat.S_ISREG(mode):
-            words = "a link" if stat.S_ISLNK(mode) else kind_of(mode)
-            raise OSError(errno.EINVAL, f"it is {words}; only regular files can be replaced", os.fspath(path))
-        partial.chmod(mode & 0o777)
+    with contextlib.suppress(FileNotFoundError):
+        replaced = os.lstat(path)
+        if not stat.S_ISREG(replaced.st_mode):
+            raise OSError(errno.EINVAL, f"it is {kind_of(replaced.st_mode)}; only regular files can be replaced", os.fspath(path))
+        partial.chmod(replaced.st_mode & (0o777 if replaced.st_uid == os.geteuid() else 0o775))
     os.replace(partial, path)
     synchronise_directory(path.parent)
 
@@ -236,7 +232,7 @@ def _descriptor_of(path: Path) -> int | None:
     """Return the descriptor of the open file that a path such as /dev/stdout names; None if it names none.
 
     Raises:
-        OSError: the path names an open file of another process.
+        OSError: the path names an open file of another process, or leads through a link of another user (see `followed`).
     """
     for _ in range(_MOST_LINKS):
         folder = os.path.realpath(path.parent)
@@ -245,10 +241,10 @@ def _descriptor_of(path: Path) -> int | None:
             if int(descriptors[1]) != os.getpid() or not path.name.isdecimal():
                 raise OSError(errno.EINVAL, "it is an open file of another process", os.fspath(path))
             return int(path.name)
-        try:
-            path = Path(folder) / os.readlink(path)
-        except OSError:  # no link
+        target = followed(Path(folder) / path.name)
+        if target is None:
             return None
+        path = target
     return None
 
 

@@ -31,6 +31,7 @@ import h5py
 import numpy as np
 
 from hpctrain.core.errors import CheckpointError
+from hpctrain.core.files import open_own, open_regular
 from hpctrain.core.intervals import Box, intersect, relative, shape_of, size_of, whole
 from hpctrain.storage.weights_file import SUFFIXES as WEIGHT_SUFFIXES
 from hpctrain.version import __version__
@@ -52,7 +53,9 @@ class StoreFile(io.RawIOBase):
     """
 
     def __init__(self, path: Path, *, keep: bool = False) -> None:
-        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | (0 if keep else os.O_TRUNC), 0o666)
+        self._descriptor = open_own(path, os.O_RDWR | os.O_CREAT)
+        if not keep:
+            os.ftruncate(self._descriptor, 0)
         self._written: list[tuple[int, bytes]] = []
         self._at = self._size = 0
 
@@ -465,7 +468,7 @@ class ShardReader:
 def _open_sized(path: Path, size: int) -> int:
     """Open a file for reading and return its descriptor. Raises if the file does not have exactly `size` bytes."""
     try:
-        descriptor = os.open(path, os.O_RDONLY)
+        descriptor = open_regular(path)
     except FileNotFoundError as error:
         raise CheckpointError(f"The shard {path} is missing; use an older checkpoint.") from error
     except OSError as error:

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from hpctrain.core.errors import CheckpointError, errors_as
-from hpctrain.core.files import read_bytes
+from hpctrain.core.files import open_regular, read_bytes
 from hpctrain.core.text import shortened, size_text
 from hpctrain.storage.atomic_write import replacing
 
@@ -93,7 +93,6 @@ def write(path: Path, content: WeightsFile) -> None:
     torch = None if suffix == SAFETENSORS else _torch(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as partial:
-        partial.touch()  # an OSError here has the reason in plain words
         mode = partial.stat().st_mode
         if torch is not None:
             torch.save({name: torch.from_numpy(array) for name, array in tensors.items()}, partial)
@@ -111,7 +110,7 @@ def checksum(path: Path) -> str:
         OSError: the file cannot be read.
     """
     digest = hashlib.sha256()
-    with open(path, "rb") as file:
+    with open(open_regular(path), "rb") as file:
         while block := file.read(_BLOCK):
             digest.update(block)
     return digest.hexdigest()

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO
 
+from hpctrain.core.files import open_regular
 from hpctrain.trace.tracer import Category, Events
 
 _PROGRAM = 0  # thread number of the program's own events; queues follow
@@ -41,7 +43,8 @@ class ChromeTrace:
 
     def __enter__(self) -> ChromeTrace:
         with self._kept_errors():
-            self._file = self._path.open("w", encoding="utf-8")
+            self._file = open(open_regular(self._path, os.O_WRONLY | os.O_CREAT), "w", encoding="utf-8")
+            self._file.truncate(0)
             self._file.write('{"displayTimeUnit": "ms", "traceEvents": [')
         return self
 

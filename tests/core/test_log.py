@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import re
 import threading
 import time
@@ -103,9 +102,12 @@ def test_what_a_broken_disk_has_lost_is_said_at_the_end(tmp_path: Path, capsys: 
     assert re.search(r"2 lines of \S*rank-0000.log could not be written and are lost", capsys.readouterr().err)
 
 
-def test_a_disk_that_hangs_holds_up_no_caller(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Opening a pipe without a reader waits without end. When the disk answers after the end, the thread ends without a word."""
-    os.mkfifo(tmp_path / "rank-0000.log")
+def test_a_disk_that_hangs_holds_up_no_caller(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When the disk answers after the end, the thread ends without a word."""
+    answers, opened = threading.Event(), rank_log.open_regular
+    monkeypatch.setattr(rank_log, "open_regular", lambda *arguments: answers.wait() and opened(*arguments))
     log = rank_log.begin_rank_log()
     configure(0, 1)
     log.keep_in(tmp_path / "rank-0000.log")
@@ -118,8 +120,8 @@ def test_a_disk_that_hangs_holds_up_no_caller(tmp_path: Path, capsys: pytest.Cap
     assert len(log._waiting) == rank_log.MOST_WAITING
     thread = log._thread
     assert thread is not None
-    with open(tmp_path / "rank-0000.log", "rb"):  # the thread continues, until the reader is gone
-        rank_log.end_rank_log()
+    rank_log.end_rank_log()
+    answers.set()
     thread.join(60)
     assert not thread.is_alive()
     assert "cannot be written" not in capsys.readouterr().err

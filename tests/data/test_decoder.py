@@ -322,7 +322,7 @@ def test_only_regular_files_of_a_bounded_size_are_read(tmp_path):
     for name, why in {
         "pipe": "it is a pipe, not a regular file",
         "zero": "it is a device, not a regular file",
-        "sparse": "it has 1,099,511,627,776 bytes, more than the limit of ",
+        "sparse": "it has more than ",
         "none": "No such file or directory",
     }.items():
         with pytest.raises(DataError, match=f"The image cannot be read: {why}"):

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.core.errors import BackendError
-from hpctrain.core.files import user_directory
+from hpctrain.core.files import read_bytes, user_directory
 
 FOLDER = Path(__file__).parent
 
@@ -94,7 +94,7 @@ def binary(nvrtc: Library, name: str, text: str, capability: tuple[int, int], en
     directory = user_directory("XDG_CACHE_HOME", ".cache", environ)
     path = None if directory is None else directory / "kernels" / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.{kind}"
     with contextlib.suppress(OSError):
-        if path is not None and (cached := path.read_bytes()):
+        if path is not None and (cached := read_bytes(path, own=True)):
             return cached
     compiled = _compile(nvrtc, name, text, options, kind)
     with contextlib.suppress(OSError):

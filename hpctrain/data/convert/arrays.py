@@ -17,6 +17,7 @@ from typing import Any, Literal
 import numpy as np
 
 from hpctrain.core.errors import DataError, errors_as
+from hpctrain.core.files import open_regular
 from hpctrain.data.convert.common import Advance, no_progress, numbered_names, range_up_to, require_memory
 from hpctrain.data.decoding import scaled
 from hpctrain.data.files import require_file, require_new, system_errors_as
@@ -97,7 +98,7 @@ def opened(file: Path, images: str | None = None, labels: str | None = None, lay
         pixels, targets = _npy(file), _npy(Path(labels))
         names = str(file), labels
     else:
-        with _errors_of(file)("cannot be read"), file.open("rb") as content:  # NumPy leaves a damaged file open
+        with _errors_of(file)("cannot be read"), open(open_regular(file), "rb") as content:  # NumPy leaves a damaged file open
             arrays = np.load(content, allow_pickle=False)
             if not hasattr(arrays, "zip"):
                 raise DataError(f"{file} holds a single array; rename it to .npy, and give the labels in --labels.")

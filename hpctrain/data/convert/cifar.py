@@ -11,8 +11,9 @@ from typing import Literal
 import numpy as np
 
 from hpctrain.core.errors import DataError
+from hpctrain.core.files import open_regular
 from hpctrain.data.convert.common import Advance, no_progress, read_names
-from hpctrain.data.files import open_regular, require_directory, require_file, require_new, system_errors_as
+from hpctrain.data.files import require_directory, require_file, require_new, system_errors_as
 from hpctrain.data.writer import write_data_file
 
 Split = Literal["train", "test"]

@@ -19,10 +19,11 @@ from typing import Any, TypeVar
 import numpy as np
 
 from hpctrain.core.errors import DataError
+from hpctrain.core.files import read_bytes
 from hpctrain.core.text import counted, escaped
 from hpctrain.data import decoding
 from hpctrain.data.decoding import Fit, decode, deep_maximum, read_picture
-from hpctrain.data.files import read_regular, require_file, system_errors_as
+from hpctrain.data.files import require_file, system_errors_as
 from hpctrain.data.image_file import ImageFile, normal_name
 from hpctrain.data.readers import ValueRange
 from hpctrain.data.writer import DataFileWriter, EncodedFileWriter, ImageFileWriter
@@ -124,7 +125,7 @@ def read_names(path: Path) -> list[str]:
     require_file(path, "file of class names", "it must contain one name per line")
     try:
         with system_errors_as(f"The file of class names {path} cannot be read"):
-            text = read_regular(path, _MOST_BYTES_OF_NAMES).decode("utf-8-sig")
+            text = read_bytes(path, _MOST_BYTES_OF_NAMES).decode("utf-8-sig")
         names = [normal_name(line.strip()) for line in text.splitlines() if line.strip()]
     except UnicodeDecodeError as error:
         raise DataError(f"The file of class names {path} is not UTF-8 text; it must contain one name per line.") from error

@@ -12,8 +12,9 @@ from typing import BinaryIO
 import numpy as np
 
 from hpctrain.core.errors import DataError
+from hpctrain.core.files import open_regular
 from hpctrain.data.convert.common import Advance, no_progress, numbered_names, require_memory, slices
-from hpctrain.data.files import open_regular, require_file, require_new, system_errors_as
+from hpctrain.data.files import require_file, require_new, system_errors_as
 from hpctrain.data.writer import write_data_file
 
 _UINT8 = 8

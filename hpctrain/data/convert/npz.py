@@ -13,6 +13,7 @@ from typing import IO
 import numpy as np
 
 from hpctrain.core.errors import DataError
+from hpctrain.core.files import open_regular
 from hpctrain.data.convert.arrays import whole_labels
 from hpctrain.data.convert.common import (
     Advance,
@@ -154,11 +155,11 @@ def convert(
 def _seekable(path: Path) -> Iterator[IO[bytes]]:
     """Yield the open file, or a temporary file with the decompressed content, because a zip archive is read from its end."""
     if path.suffix != ".xz":
-        with path.open("rb") as plain:
+        with open(open_regular(path), "rb") as plain:
             yield plain
         return
     with tempfile.TemporaryFile() as unpacked:
-        with lzma.open(path) as packed:
+        with open(open_regular(path), "rb") as file, lzma.open(file) as packed:
             while part := packed.read(_CHECKED_BYTES):
                 unpacked.write(part)
                 require_memory(unpacked.tell(), path)

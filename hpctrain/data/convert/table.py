@@ -11,10 +11,11 @@ from pathlib import Path
 import numpy as np
 
 from hpctrain.core.errors import DataError
+from hpctrain.core.files import read_bytes
 from hpctrain.core.text import choices, counted
 from hpctrain.data.convert.common import listed, numbered_names
 from hpctrain.data.convert.folder import Tree
-from hpctrain.data.files import read_regular, require_file, system_errors_as
+from hpctrain.data.files import require_file, system_errors_as
 from hpctrain.data.image_file import normal_name
 
 _MOST_BYTES = 1 << 30
@@ -76,7 +77,7 @@ def _lines(
 ) -> tuple[list[tuple[int, Path]], list[str], list[tuple[int, str]]]:
     """Return (line, file) and the label of each line without a fault, and (line, fault) of the other lines."""
     with system_errors_as(f"The CSV file {table} cannot be read"):
-        content = read_regular(table, _MOST_BYTES)
+        content = read_bytes(table, _MOST_BYTES)
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
