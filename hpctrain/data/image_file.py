@@ -47,6 +47,7 @@ from hpctrain.core.errors import DataError
 from hpctrain.core.files import open_regular
 from hpctrain.data.files import require_file, system_errors_as
 from hpctrain.data.readers import BlockReader, Extents, MappedReader, ReadImages, UnreadableError, ValueRange, reason
+from hpctrain.storage.hdf5_store import require_stored
 
 FORMAT = "hpctrain-images"
 VERSION = 1
@@ -129,7 +130,8 @@ def read_stored(file: h5py.File) -> Stored:
     Raises:
         Exception: any exception of h5py, if the file is damaged.
     """
-    encoded = "blob" in file
+    encoded = file.get("blob", getlink=True) is not None  # `in` would follow a link
+    require_stored(file, "blob" if encoded else "images")
     block = file["blob" if encoded else "images"]
     names = _values(file, "class_names").tolist()
     labels, mean, std = (_values(file, name) for name in ("labels", "mean", "std"))
@@ -165,6 +167,7 @@ def _values(file: h5py.File, name: str) -> np.ndarray:
     Raises:
         ValueError: the file holds fewer bytes than the dataset claims, which would allocate too much memory.
     """
+    require_stored(file, name)
     dataset = file[name]
     if dataset.nbytes > dataset.id.get_storage_size():
         raise ValueError(f"{name} has {dataset.nbytes} bytes, but the file holds {dataset.id.get_storage_size()}")

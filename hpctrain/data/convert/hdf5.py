@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import h5py
+import numpy as np
 
 from hpctrain.core.errors import DataError, errors_as
 from hpctrain.data.convert.arrays import ForeignImages, Layout, channels_first, class_labels
 from hpctrain.data.convert.common import require_memory
 from hpctrain.data.files import require_file
 from hpctrain.data.readers import reason
+from hpctrain.storage.hdf5_store import require_stored
 
 _SHOWN = 20
+_MATLAB = "MATLAB_class"  # attribute of the arrays in MATLAB's files of version 7.3
 
 
 @contextmanager
@@ -34,22 +39,60 @@ def opened(path: Path, images: str = "images", labels: str = "labels", layout: L
     """
     require_file(path, "foreign HDF5 file", "give the path of an existing one")
     with _errors_of(path, "cannot be read"):
-        file = h5py.File(path, "r", locking=False)
+        file = h5py.File(os.path.realpath(path), "r", locking=False)
     with file:
         with _errors_of(path, "cannot be read"):
             pixels, targets = _dataset(path, file, images, "--images"), _dataset(path, file, labels, "--labels")
-            first = channels_first(f"{pixels.name[1:]} in {path}", tuple(pixels.shape or ()), pixels.dtype, layout)
-            _check_storage(path, pixels)
-            of_labels = class_labels(f"{targets.name[1:]} in {path}", targets, len(pixels))
+            _check_memory(path, pixels)
+            names = f"{pixels.name[1:]} in {path}", f"{targets.name[1:]} in {path}"
+            if _MATLAB in pixels.attrs:
+                count = _count(names[0], pixels.shape, targets.shape)
+                pixels, targets = _MatlabArray(pixels, count), _MatlabArray(targets, count)
+            first = channels_first(names[0], tuple(pixels.shape or ()), pixels.dtype, layout)
+            of_labels = class_labels(names[1], targets, len(pixels))
             source = ForeignImages(path, pixels, first, *of_labels, partial(_errors_of, path))
         yield source
 
 
+class _MatlabArray:
+    """Array that MATLAB has stored, with the dims in MATLAB's order, which HDF5 has in reverse, but `count` samples first."""
+
+    def __init__(self, dataset: h5py.Dataset, count: int) -> None:
+        self._dataset, self._first = dataset, dataset.shape[0] == count
+        rest = dataset.shape[:0:-1] if self._first else dataset.shape[-2::-1]
+        self.shape: tuple[int, ...] = (count, *rest)
+        self.dtype, self.nbytes = dataset.dtype, dataset.nbytes
+        self.chunks = dataset.chunks and (dataset.chunks if self._first else dataset.chunks[::-1])
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, samples: Any) -> np.ndarray:
+        values = self._dataset[samples] if self._first else self._dataset[(..., *([samples] if samples != () else []))]
+        return np.moveaxis(values.T, -1, 0) if self._first else values.T
+
+
+def _count(name: str, images: tuple[int, ...], labels: tuple[int, ...]) -> int:
+    """Return the number of samples in arrays of MATLAB, of which it is the first or the last dim of the images.
+
+    Raises:
+        DataError: it is unknown.
+    """
+    counts = [length for length in (images[0], images[-1]) if length in labels and length > 1]
+    if len(counts) != 1:
+        raise DataError(
+            f"{name} is a MATLAB array of {images[::-1]}, of which either the first or the last dim must be the number of labels, "
+            f"which are {labels[::-1]}; permute the images."
+        )
+    return counts[0]
+
+
 def _dataset(path: Path, file: h5py.File, key: str, option: str) -> h5py.Dataset:
-    try:
+    found = None
+    sentence = f"{path} does not have all values of {key} in files that may be read"
+    with errors_as(DataError, lambda why: f"{sentence}: {why}.", reason), suppress(KeyError):
+        require_stored(file, key, Path(file.filename).parent)
         found = file[key]
-    except (KeyError, ValueError, RuntimeError):
-        found = None
     if not isinstance(found, h5py.Dataset):
         names: list[str] = []
         file.visititems(lambda name, item: names.append(name) if isinstance(item, h5py.Dataset) else None)
@@ -59,23 +102,16 @@ def _dataset(path: Path, file: h5py.File, key: str, option: str) -> h5py.Dataset
     return found
 
 
-def _check_storage(path: Path, images: h5py.Dataset) -> None:
-    """Raise unless the values of a dataset of images are in the file, and a part of them fits into memory.
+def _check_memory(path: Path, images: h5py.Dataset) -> None:
+    """Raise unless an image and a chunk of a dataset of images fit into memory.
 
     Raises:
-        DataError: values are missing or in a missing file, or an image or a chunk is too large.
+        DataError: an image or a chunk is too large.
     """
-    shape, name = images.shape, f"{images.name[1:]} in {path}"
-    if images.is_virtual:
-        others = [each.file_name for each in images.virtual_sources() if each.file_name != "."]
-        missing = [name for name in others if not (path.parent / name).is_file()]
-        if missing:
-            raise DataError(f"{name} refers to other files, and {missing[0]} is missing; copy it to {path.parent}.")
-    elif images.id.get_storage_size() == 0:
-        raise DataError(f"{name} has shape {shape}, but no values were written; write the images first.")
+    name = f"{images.name[1:]} in {path}"
     if images.chunks is not None:
         require_memory(math.prod(images.chunks) * images.dtype.itemsize, f"A chunk of {name}")
-    require_memory(math.prod(shape[1:]) * images.dtype.itemsize, f"An image of {name}")
+    require_memory(math.prod(images.shape[1:]) * images.dtype.itemsize, f"An image of {name}")
 
 
 def _errors_of(path: Path, what: str) -> AbstractContextManager[None]:
