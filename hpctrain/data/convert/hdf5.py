@@ -81,8 +81,8 @@ def _count(name: str, images: tuple[int, ...], labels: tuple[int, ...]) -> int:
     counts = [length for length in (images[0], images[-1]) if length in labels and length > 1]
     if len(counts) != 1:
         raise DataError(
-            f"{name} is a MATLAB array of {images[::-1]}, of which either the first or the last dim must be the number of labels, "
-            f"which are {labels[::-1]}; permute the images."
+            f"{name} is a MATLAB array of {images[::-1]} with labels of {labels[::-1]}; either the first or the last dim of the "
+            "images must be the number of labels."
         )
     return counts[0]
 

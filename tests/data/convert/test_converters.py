@@ -287,11 +287,7 @@ def test_claims_are_refused_before_anything_is_read(tmp_path, monkeypatch):
     with h5py.File(tmp_path / "a.h5", "w") as file:
         file.create_dataset("x", (1 << 40, 32, 32, 3), np.uint8, chunks=(1, 32, 32, 3))
         file.create_dataset("y", (1 << 40,), np.int64, chunks=(1000,))
-    with pytest.raises(DataError, match="no values were written"):
-        converted(tmp_path / "a.h5")
-    with h5py.File(tmp_path / "a.h5", "r+") as file:
-        file["x"][0] = 1
-    with pytest.raises(DataError, match="bytes of memory, but"):
+    with pytest.raises(DataError, match=f"all values of x .*: 0 of its {1 << 40} chunks were written"):
         converted(tmp_path / "a.h5")
     written(tmp_path / "a.h5", chunks=True)
     monkeypatch.setattr(common, "available_bytes", lambda: 100)
@@ -308,7 +304,7 @@ def test_a_file_of_another_program_or_a_part_of_one_that_is_missing_is_reported(
     with h5py.File(tmp_path / "v.h5", "w") as file:
         file.create_virtual_dataset("x", layout)
         file["y"] = LABELS
-    with pytest.raises(DataError, match=r"refers to other files, and elsewhere\.h5 is missing"):
+    with pytest.raises(DataError, match=r"elsewhere\.h5 cannot be read: No such file"):
         converted(tmp_path / "v.h5")
 
 
