@@ -131,7 +131,9 @@ def read_stored(file: h5py.File) -> Stored:
         Exception: any exception of h5py, if the file is damaged.
     """
     encoded = file.get("blob", getlink=True) is not None  # `in` would follow a link
-    require_stored(file, "blob" if encoded else "images")
+    datasets = _ENCODED_DATASETS if encoded else DATASETS
+    for name in datasets:
+        require_stored(file, name)
     block = file["blob" if encoded else "images"]
     names = _values(file, "class_names").tolist()
     labels, mean, std = (_values(file, name) for name in ("labels", "mean", "std"))
@@ -142,7 +144,7 @@ def read_stored(file: h5py.File) -> Stored:
     shape = block.shape
     if offsets is not None:
         shape = (max(0, len(offsets) - 1), *(int(size) for size in block.attrs[FORM]))
-    digests = {name: text(file[name].attrs["sha256"]) for name in (_ENCODED_DATASETS if encoded else DATASETS)}
+    digests = {name: text(file[name].attrs["sha256"]) for name in datasets}
     if encoded:
         how = fit if value_range is None else f"{fit} {value_range}"
         digests["images"] = hashlib.sha256(f"{digests['blob']} {shape} {how}".encode()).hexdigest()
@@ -167,7 +169,6 @@ def _values(file: h5py.File, name: str) -> np.ndarray:
     Raises:
         ValueError: the file holds fewer bytes than the dataset claims, which would allocate too much memory.
     """
-    require_stored(file, name)
     dataset = file[name]
     if dataset.nbytes > dataset.id.get_storage_size():
         raise ValueError(f"{name} has {dataset.nbytes} bytes, but the file holds {dataset.id.get_storage_size()}")

@@ -78,13 +78,13 @@ def _count(name: str, images: tuple[int, ...], labels: tuple[int, ...]) -> int:
     Raises:
         DataError: it is unknown.
     """
-    counts = [length for length in (images[0], images[-1]) if length in labels and length > 1]
-    if len(counts) != 1:
+    counts = {images[0], images[-1]} & set(labels) - {1}
+    if not counts or images[0] == images[-1]:
         raise DataError(
             f"{name} is a MATLAB array of {images[::-1]} with labels of {labels[::-1]}; either the first or the last dim of the "
             "images must be the number of labels."
         )
-    return counts[0]
+    return max(counts)  # the other one is the number of classes
 
 
 def _dataset(path: Path, file: h5py.File, key: str, option: str) -> h5py.Dataset:

@@ -1,0 +1,313 @@
+"""Files that other users may have made are not overwritten, read as valid or waited for. Values that HDF5 lacks are an error."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import shutil
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import h5py
+import numpy as np
+import pytest
+
+from hpctrain.cli import run_command
+from hpctrain.comm.base import SingleCommunicator
+from hpctrain.core.errors import DataError
+from hpctrain.core.files import open_own, open_regular, read_text
+from hpctrain.data.convert import arrays, hdf5
+from hpctrain.data.image_file import ImageFile
+from hpctrain.data.local_copy import LocalRequest, open_local
+from hpctrain.data.writer import ImageFileWriter, write_data_file
+from hpctrain.doctor import files as doctor
+from hpctrain.storage import atomic_write
+from tests.support.data_files import make_node
+
+_ALONE = SingleCommunicator()
+_RANDOM = np.random.default_rng(0)
+IMAGES, LABELS = _RANDOM.integers(1, 256, (6, 7, 5, 3), np.uint8), np.arange(6) % 3
+_OTHER_USER = 65534
+_opened: list[str] = []
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _audit() -> None:
+    def hook(event: str, values: tuple[object, ...]) -> None:
+        if event == "open" and isinstance(values[0], str | os.PathLike):
+            _opened.append(os.fspath(values[0]))  # type: ignore[arg-type]
+
+    sys.addaudithook(hook)
+
+
+def _kept_copy(directory: Path) -> object:
+    """Read all samples through a kept copy twice; return those of the second time."""
+    source = directory.parent / "source.h5"
+    if not source.exists():
+        write_data_file(source, 6, (7, 5, 3), "abc", [(IMAGES, LABELS)])
+    file = ImageFile.open(source)
+    for _ in range(2):
+        local = open_local(_ALONE, file, LocalRequest(str(directory), None, 0, kept=True))
+        read = []
+        for sample in range(6):
+            out = bytearray(file.images[sample].tobytes())
+            assert local.copy is not None
+            if local.copy.read(sample, memoryview(out)):
+                read.append(bytes(out) == file.images[sample].tobytes())
+            local.copy.write(sample, memoryview(file.images[sample].tobytes()))
+        local.keep()
+        assert all(read)
+    return "read"
+
+
+def _conversion(directory: Path) -> object:
+    out = directory / "out.h5"
+    with ImageFileWriter(out, 6, (7, 5, 3), "abc", source="s") as writer:
+        writer.append(IMAGES, LABELS)
+    return ImageFile.open(out).images.tolist()
+
+
+def _text(directory: Path) -> object:
+    atomic_write.write_text(directory / "text", "new")
+    return read_text(directory / "text")
+
+
+def _doctor(directory: Path) -> object:
+    doctor._probe(directory)
+    doctor._make(doctor.probe_path(directory, "shared"))
+    return doctor.look(directory, "").error in (0, 17)
+
+
+def _attempts(directory: Path) -> object:
+    run_command._keep(directory, "name", SimpleNamespace(as_json=dict))  # type: ignore[arg-type]
+    return None
+
+
+def _own(directory: Path) -> object:
+    os.close(open_own(directory / "own", os.O_RDWR | os.O_CREAT))
+    return None
+
+
+PROGRAMS: dict[str, Callable[[Path], object]] = {
+    "kept copy": _kept_copy,
+    "conversion": _conversion,
+    "text": _text,
+    "doctor": _doctor,
+    "attempts": _attempts,
+    "own": _own,
+}
+KINDS = ["link", "dangling", "hard link", "pipe", "zero", "other user's", "directory"]
+
+
+def _plant(path: Path, kind: str, victim: Path, legitimate: bytes) -> None:
+    if kind in ("link", "dangling"):
+        path.symlink_to(victim if kind == "link" else victim.with_name("new"))
+    elif kind == "hard link":
+        os.link(victim, path)
+        return
+    elif kind == "other user's":
+        path.write_bytes(legitimate)
+        path.chmod(0o666)
+    else:
+        make_node(path, kind)
+    os.lchown(path, _OTHER_USER, _OTHER_USER)
+
+
+@pytest.fixture
+def _in_time() -> Iterator[None]:
+    def stop(*_: object) -> None:
+        raise AssertionError("the program waits")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(20)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make files of another user")
+@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.usefixtures("_in_time")
+def test_no_file_that_another_user_may_have_made_is_overwritten_read_or_waited_for(
+    program: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every file that a program opens in a directory to which all may write is replaced by a file of each kind."""
+    shared, victim, contents = tmp_path / "shared", tmp_path / "victim", dict[str, bytes]()
+
+    def run() -> object:
+        monkeypatch.setattr(atomic_write, "_NUMBERS", itertools.count(1))
+        return PROGRAMS[program](shared)
+
+    def fresh() -> None:
+        shutil.rmtree(shared, ignore_errors=True)
+        shared.mkdir()
+        shared.chmod(0o1777)
+
+    fresh()
+    _opened.clear()
+    expected = run()
+    names = sorted({Path(name).name for name in _opened if Path(name).parent == shared and not Path(name).is_dir()})
+    names = [name for name in names if not (name.endswith(".samples") and "-" in name and len(name.split("-")[2]) < 20)]
+    contents = {path.name: path.read_bytes() for path in shared.iterdir() if path.is_file()}
+    assert names, "the program opens no file by its name"
+    for name, kind in itertools.product(names, KINDS):
+        fresh()
+        victim.write_bytes(b"precious")
+        _plant(shared / name, kind, victim, contents.get(name, bytes(5000)))
+        try:
+            result = run()
+        except (OSError, DataError):
+            result = expected
+        assert (name, kind, result) == (name, kind, expected)
+        assert victim.read_bytes() == b"precious", (name, kind)
+        assert not victim.with_name("new").exists(), (name, kind)
+
+
+def test_a_file_of_a_colleague_is_read_and_a_link_of_another_user_is_not_written_through(tmp_path: Path) -> None:
+    """`open_regular` reads regular files of any owner; `followed` follows links of this user only, where others may write."""
+    (tmp_path / "a").write_text("x")
+    (tmp_path / "link").symlink_to(tmp_path / "a")
+    os.close(open_regular(tmp_path / "link", os.O_WRONLY))
+    if os.geteuid() == 0:
+        os.chown(tmp_path / "a", _OTHER_USER, _OTHER_USER)
+        os.lchown(tmp_path / "link", _OTHER_USER, _OTHER_USER)
+    os.close(open_regular(tmp_path / "link"))
+    tmp_path.chmod(0o1777)
+    if os.geteuid() == 0:
+        with pytest.raises(OSError, match="it is a link of another user"):
+            open_regular(tmp_path / "link", os.O_WRONLY)
+        with pytest.raises(OSError, match="it is a link of another user"):
+            atomic_write.write_text(tmp_path / "link", "y")
+
+
+# -- values that are not stored ------------------------------------------------------------------------------------------------
+
+
+def _part(path: Path, images: np.ndarray, fault: str) -> None:
+    """Write a source of a virtual dataset, which lacks some values if there is a fault."""
+    stored = len(images) - (fault in ("short", "hole"))
+    with h5py.File(path, "w") as file:
+        length = stored if fault == "short" else len(images)
+        data = file.create_dataset(
+            "other" if fault == "dataset" else "x",
+            (length, *images.shape[1:]),
+            "u1",
+            chunks=(1, 2, 5, 3),
+            maxshape=(None, 7, 5, 3),
+        )
+        data[:stored] = images[:stored]
+    if fault == "file":
+        path.unlink()
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_a_virtual_dataset_is_converted_whole_or_not_at_all(seed: int, tmp_path: Path) -> None:
+    """Values that HDF5 would make up from a fill value are an error that names the dataset."""
+    generator, whole = random.Random(seed), True
+    images = _RANDOM.integers(1, 256, (generator.randint(2, 9), 7, 5, 3), np.uint8)
+    cuts = sorted({0, len(images), *(generator.randrange(len(images)) for _ in range(2))})
+    layout = h5py.VirtualLayout(images.shape, np.uint8)
+    for number, (start, stop) in enumerate(itertools.pairwise(cuts)):
+        fault = generator.choice(["", "", "", "", "file", "dataset", "short", "hole", "gap"])
+        _part(tmp_path / f"{number}.h5", images[start:stop], fault)
+        if fault != "gap":
+            layout[start:stop] = h5py.VirtualSource(f"{number}.h5", "x", shape=(stop - start, 7, 5, 3))
+        whole &= not fault
+    with h5py.File(tmp_path / "v.h5", "w") as file:
+        file.create_virtual_dataset("v", layout)
+        file["images"], file["labels"] = h5py.SoftLink("/v"), np.zeros(len(images), np.int64)
+    if whole:
+        assert np.array_equal(_converted(tmp_path / "v.h5").images, images)
+    else:
+        with pytest.raises(DataError, match="does not have all values of images in files that may be read: "):
+            _converted(tmp_path / "v.h5")
+
+
+def _converted(path: Path) -> ImageFile:
+    with hdf5.opened(path) as source:
+        arrays.convert(source, path.with_name("out.h5"), overwrite=True)
+    return ImageFile.open(path.with_name("out.h5"))
+
+
+def _link(file: h5py.File, target: str, name: str = "images") -> None:
+    file[name] = h5py.ExternalLink(target, "x")
+
+
+def _external(file: h5py.File, target: str, name: str = "images") -> None:
+    file.create_dataset(name, IMAGES.shape, "u1", external=[(target, 0, IMAGES.nbytes)])
+
+
+def _virtual(file: h5py.File, target: str, name: str = "images") -> None:
+    layout = h5py.VirtualLayout(IMAGES.shape, np.uint8)
+    layout[...] = h5py.VirtualSource(target, "x", shape=IMAGES.shape)
+    file.create_virtual_dataset(name, layout)
+
+
+@pytest.mark.parametrize("refer", [_link, _external, _virtual])
+@pytest.mark.usefixtures("_in_time")
+def test_a_foreign_file_reads_only_regular_files_below_its_directory(
+    refer: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Links, external storage and virtual datasets to pipes and to files elsewhere are an error; files next to it are read."""
+    (tmp_path / "sub").mkdir()
+    for place in (tmp_path, tmp_path / "sub"):
+        if refer is _external:
+            (place / "values").write_bytes(IMAGES.tobytes())
+        else:
+            with h5py.File(place / "values", "w") as file:
+                file["x"] = IMAGES
+    os.mkfifo(tmp_path / "sub/pipe")
+    (tmp_path / "sub/away").symlink_to(tmp_path / "values")
+    monkeypatch.chdir(tmp_path / "sub")
+    for target in ("values", "pipe", "away", "../values", str(tmp_path / "values")):
+        with h5py.File(tmp_path / "sub/a.h5", "w") as file:
+            refer(file, target)
+            file["labels"] = LABELS
+        if target == "values":
+            assert np.array_equal(_converted(tmp_path / "sub/a.h5").images, IMAGES)
+        else:
+            with pytest.raises(DataError, match="does not have all values of images in files that may be read: "):
+                _converted(tmp_path / "sub/a.h5")
+    with h5py.File(tmp_path / "sub/a.h5", "w") as file:
+        refer(file, "values")
+        file["labels"] = LABELS
+    os.truncate(tmp_path / "sub/values", 100)
+    with pytest.raises(DataError):
+        _converted(tmp_path / "sub/a.h5")
+
+
+@pytest.mark.parametrize("name", ["images", "labels", "mean", "sums", "class_names"])
+@pytest.mark.parametrize("refer", [_link, _external, _virtual])
+@pytest.mark.usefixtures("_in_time")
+def test_a_data_file_has_its_values_itself(name: str, refer: Callable[..., None], tmp_path: Path) -> None:
+    path = tmp_path / "a.h5"
+    write_data_file(path, 6, (7, 5, 3), "abc", [(IMAGES, LABELS)])
+    os.mkfifo(tmp_path / "pipe")
+    with h5py.File(path, "r+") as file:
+        attributes = dict(file[name].attrs)
+        del file[name]
+        refer(file, "pipe", name)
+        if refer is not _link:
+            file[name].attrs.update(attributes)
+    with pytest.raises(DataError, match="damaged"):
+        ImageFile.open(path)
+
+
+@pytest.mark.parametrize("order", ["HWCN", "NHWC", "HWN", "NHW"])
+@pytest.mark.parametrize("labels", [LABELS[:, None], LABELS[None], np.eye(3)[LABELS], np.eye(3)[LABELS].T])
+def test_matlabs_arrays_are_read_in_matlabs_order(order: str, labels: np.ndarray, tmp_path: Path) -> None:
+    """`save -v7.3` writes a block of 512 bytes before HDF5, and all dims in reverse order."""
+    images = IMAGES if "C" in order else IMAGES[..., 0]
+    stored = np.moveaxis(images, 0, -1) if order.endswith("N") else images
+    with h5py.File(tmp_path / "a.mat", "w", userblock_size=512) as file:
+        for name, values in (("images", stored), ("labels", labels.astype(float))):
+            file.create_dataset(name, data=values.T, chunks=True).attrs["MATLAB_class"] = np.bytes_("double")
+    with open(tmp_path / "a.mat", "rb+") as start:
+        start.write(b"MATLAB 7.3 MAT-file".ljust(124) + b"\0\2IM")
+    file = _converted(tmp_path / "a.mat")
+    assert np.array_equal(file.images, images.reshape(6, 7, 5, -1))
+    assert file.labels.tolist() == LABELS.tolist()
