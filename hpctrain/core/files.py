@@ -13,7 +13,7 @@ import os
 import pwd
 import re
 import stat
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -108,16 +108,12 @@ def open_regular(path: str | Path, flags: int = os.O_RDONLY, *, pipes: bool = Fa
         require_regular(path, pipes=pipes)
     if writes and (target := followed(Path(path))) is not None:
         return open_regular(target, flags)
-    descriptor = os.open(path, flags | _NO_WAIT | (os.O_NOFOLLOW if writes else 0), 0o666)
-    try:
-        mode = os.fstat(descriptor).st_mode  # another file may have replaced it in between
-        if not (pipes and stat.S_ISFIFO(mode)):
-            _require_kind(mode, path)
-        os.set_blocking(descriptor, True)
-    except BaseException:
-        os.close(descriptor)
-        raise
-    return descriptor
+
+    def check(status: os.stat_result) -> None:  # another file may have replaced it in between
+        if not (pipes and stat.S_ISFIFO(status.st_mode)):
+            _require_kind(status.st_mode, path)
+
+    return _checked(path, flags | (os.O_NOFOLLOW if writes else 0), check)
 
 
 def open_own(path: str | Path, flags: int = os.O_RDONLY, mode: int = 0o666) -> int:
@@ -136,14 +132,23 @@ def open_own(path: str | Path, flags: int = os.O_RDONLY, mode: int = 0o666) -> i
     if flags & os.O_CREAT:
         with suppress(FileExistsError):
             return os.open(path, flags | _NO_WAIT | os.O_EXCL, mode)
-    _require_kind(os.lstat(path).st_mode, path)
-    descriptor = os.open(path, (flags & ~os.O_CREAT) | _NO_WAIT | os.O_NOFOLLOW)
-    try:
-        status = os.fstat(descriptor)
+
+    def check(status: os.stat_result) -> None:
         _require_kind(status.st_mode, path)
         own = _is_of_user(status) and status.st_nlink < 2 and not status.st_mode & stat.S_IWOTH
         if not own and not is_private(os.path.realpath(os.path.dirname(path))):
             raise OSError(errno.EPERM, "another user may have made it", os.fspath(path))
+
+    check(os.lstat(path))
+    return _checked(path, (flags & ~os.O_CREAT) | os.O_NOFOLLOW, check)
+
+
+def _checked(path: str | Path, flags: int, check: Callable[[os.stat_result], None]) -> int:
+    """Open a file and return its descriptor, or close it and raise the error of `check`."""
+    descriptor = os.open(path, flags | _NO_WAIT, 0o666)
+    try:
+        check(os.fstat(descriptor))
+        os.set_blocking(descriptor, True)
     except BaseException:
         os.close(descriptor)
         raise

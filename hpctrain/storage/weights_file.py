@@ -109,11 +109,8 @@ def checksum(path: Path) -> str:
     Raises:
         OSError: the file cannot be read.
     """
-    digest = hashlib.sha256()
     with open(open_regular(path), "rb") as file:
-        while block := file.read(_BLOCK):
-            digest.update(block)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def check_suffix(path: Path, known: tuple[str, ...]) -> str:

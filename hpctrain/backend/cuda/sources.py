@@ -11,7 +11,6 @@ import contextlib
 import hashlib
 import os
 import re
-import tempfile
 from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import Any
 
 from hpctrain.core.errors import BackendError
 from hpctrain.core.files import read_bytes, user_directory
+from hpctrain.storage.atomic_write import write_bytes
 
 FOLDER = Path(__file__).parent
 
@@ -99,7 +99,8 @@ def binary(nvrtc: Library, name: str, text: str, capability: tuple[int, int], en
     compiled = _compile(nvrtc, name, text, options, kind)
     with contextlib.suppress(OSError):
         if path is not None:
-            _store(path, compiled)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_bytes(path, compiled)
     return compiled
 
 
@@ -114,16 +115,3 @@ def _compile(nvrtc: Library, name: str, text: str, options: tuple[str, ...], kin
         return bytes(nvrtc.getCUBIN(program) if kind == "sm" else nvrtc.getPTX(program))
     finally:
         nvrtc.destroyProgram(program)
-
-
-def _store(path: Path, compiled: bytes) -> None:
-    """Write the file under a temporary name, then rename it, so that other ranks never read an incomplete file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    number, name = tempfile.mkstemp(dir=path.parent)
-    try:
-        with open(number, "wb") as file:
-            file.write(compiled)
-        os.replace(name, path)
-    except OSError:
-        os.unlink(name)  # otherwise every process would leave an incomplete file on a full disk
-        raise
