@@ -28,7 +28,7 @@ import numpy as np
 
 from hpctrain.comm.base import Communicator
 from hpctrain.comm.shared_memory import SharedMemory, share
-from hpctrain.core.files import expanded, open_own, read_bytes
+from hpctrain.core.files import expanded, followed, open_own, read_bytes
 from hpctrain.core.log import get_logger
 from hpctrain.core.text import size_text
 from hpctrain.data.image_file import ImageFile
@@ -255,12 +255,13 @@ def _directory(name: str) -> Path:
     """Return the directory for a name with environment variables, and create it if it is missing.
 
     Raises:
-        OSError: a variable is not set, or the directory cannot be created.
+        OSError: a variable is not set, the directory cannot be created, or it is a link of another user.
     """
     try:
         path = Path(expanded(name))
     except ValueError as error:
         raise OSError(str(error)) from None
+    followed(path)
     path.mkdir(parents=True, exist_ok=True)
     return path
 

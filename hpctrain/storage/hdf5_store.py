@@ -312,8 +312,6 @@ def index_store(path: Path) -> StoreIndex:
     with _opened(path) as file:
         names: list[str] = []
         file.visititems(lambda name, item: names.append(name) if isinstance(item, h5py.Dataset) else None)
-        for name in names:
-            require_stored(file, name)
         digests = {name: _text(file[name], "sha256") for name in names}
         root = _list_digest(digests)
         if _META not in digests or _text(file, "sha256") != root:
@@ -327,8 +325,8 @@ def index_store(path: Path) -> StoreIndex:
 
 def _place(tensor: h5py.Dataset, sha256: str, file_size: int) -> TensorPlace:
     offset = tensor.id.get_offset()  # None if there are no elements
-    # Sparse or compressed tensors, which `write_store` never writes, may claim any number of bytes.
-    if tensor.nbytes and (offset is None or offset + tensor.nbytes > file_size):
+    # Sparse, compressed, external and virtual tensors, which `write_store` never writes, may claim any number of bytes.
+    if tensor.is_virtual or (tensor.nbytes and (offset is None or offset + tensor.nbytes > file_size)):
         raise ValueError(f"{tensor.name[1:]} has more bytes than the file")
     return TensorPlace(offset or 0, sha256, tensor.shape, tensor.dtype.str)
 

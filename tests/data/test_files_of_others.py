@@ -77,6 +77,7 @@ def _text(directory: Path) -> object:
 
 
 def _doctor(directory: Path) -> object:
+    _opened.append(str(doctor.probe_path(directory, "hdf5")))  # opened by HDF5, without an audit event
     doctor._probe(directory)
     doctor._make(doctor.probe_path(directory, "shared"))
     return doctor.look(directory, "").error in (0, 17)

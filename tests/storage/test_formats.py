@@ -217,7 +217,7 @@ def test_a_tensor_larger_than_its_file_is_not_read(tmp_path):
         digest = file["a/b"].attrs["sha256"]
         del file["a/b"]
         file.create_dataset("a/b", (1 << 44,), "<f4", chunks=(1 << 20,)).attrs["sha256"] = digest
-    with pytest.raises(CheckpointError, match="0 of its 16777216 chunks were written"):
+    with pytest.raises(CheckpointError, match="a/b has more bytes than the file"):
         read_store(path)
 
 
