@@ -179,9 +179,9 @@ def test_a_file_of_a_colleague_is_read_and_a_link_of_another_user_is_not_written
     os.close(open_regular(tmp_path / "link"))
     tmp_path.chmod(0o1777)
     if os.geteuid() == 0:
-        with pytest.raises(OSError, match="it is a link of another user|Permission denied"):
+        with pytest.raises(OSError, match=r"it is a link of another user|Permission denied"):
             open_regular(tmp_path / "link", os.O_WRONLY)
-        with pytest.raises(OSError, match="it is a link of another user|Permission denied"):
+        with pytest.raises(OSError, match=r"it is a link of another user|Permission denied"):
             atomic_write.write_text(tmp_path / "link", "y")
 
 
