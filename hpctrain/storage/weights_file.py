@@ -40,7 +40,6 @@ _FACTS: Mapping[str, tuple[Any, Any]] = {
     "model_options": (dict, str), "image_shape": (list, int), "classes": (list, str), "mean": (list, int | float),
     "std": (list, int | float),
 }  # fmt: skip
-_BLOCK = 1 << 22
 #: maximum ratio of the size of a file's tensors to that of the file; more than 1 if tensors share memory
 _MOST_GROWTH = 32
 
