@@ -12,7 +12,7 @@ from typing import BinaryIO
 import numpy as np
 
 from hpctrain.core.errors import DataError
-from hpctrain.data.convert.common import Advance, no_progress, numbered_names, require_memory, slices
+from hpctrain.data.convert.common import Advance, named_labels, no_progress, require_memory, slices
 from hpctrain.data.files import open_regular, require_file, require_new, system_errors_as
 from hpctrain.data.writer import write_data_file
 
@@ -126,6 +126,6 @@ def write(
     if len(pixels) != len(targets):
         raise DataError(f"{origin} hold {len(pixels):,} images and {len(targets):,} labels; the numbers must be equal.")
     pixels = pixels if pixels.ndim == 4 else pixels[..., None]
-    names = numbered_names(targets, origin) if class_names is None else class_names
+    classes, names = named_labels(targets.astype(np.int64), class_names, origin)
     height, width, channels = pixels.shape[1:4]
-    write_data_file(out, len(pixels), (height, width, channels), names, slices(pixels, targets.astype(np.int64), advance))
+    write_data_file(out, len(pixels), (height, width, channels), names, slices(pixels, classes, advance))
