@@ -65,8 +65,9 @@ def check(file: Path, overrides: tuple[str, ...]) -> None:
     images = check_files(loaded)
     single = single_values_of(loaded)
     single.check()
-    if single.warning is not None:
-        echo(f"warning: {single.warning}", err=True)
+    for warning in (single.warning and f"warning: {single.warning}", *(() if images is None else images.notes)):
+        if warning:
+            echo(warning, err=True)
     if loaded.backend == "cuda" or loaded.precision != "float32":
         from hpctrain.backend.choice import machine_fault
 

@@ -364,7 +364,7 @@ def convert_arrays(
     """Convert NumPy arrays (.npz or .npy).
 
     FILE has images of shape (N, H, W), (N, H, W, C) or (N, C, H, W), and labels: integers (N,) or (N, 1), or one-hot rows (N, K).
-    Images are bytes, deeper integers, or floating-point numbers in 0..1 or 0..255; for other numbers give --range.
+    Images are bytes, deeper integers, or floating-point numbers in 0..1 or whole ones in 0..255; for others give --range.
     """
     from hpctrain.data.convert import arrays
     from hpctrain.data.files import require_new
@@ -570,9 +570,8 @@ def _convert_arrays(
 ) -> None:
     from hpctrain.data.convert import arrays
 
-    scaling: dict[str, Any] = {"value_range": value_range}
-    if value_range is None and source.images.dtype.kind in "iu" and source.images.dtype.itemsize > 1:
-        scaling = _range(None, names_file)
+    is_deep = source.images.dtype.kind in "iu" and source.images.dtype.itemsize > 1
+    scaling = _range(value_range, names_file if is_deep else None)
     names = _class_names(names_file)
     with progress(f"converting {source.path.name}", len(source.labels)) as advance:
         arrays.convert(source, out, names, **scaling, overwrite=overwrite, advance=advance)
@@ -590,7 +589,9 @@ def _range(value_range: tuple[float, float] | None, names_file: Path | None) -> 
     if value_range is None and names_file is not None and names_file.suffix in _DATA_FILES:
         from hpctrain.data.image_file import ImageFile
 
-        return {"value_range": ImageFile.open(names_file).value_range, "measures": False}
+        inherited = ImageFile.open(names_file).value_range
+        of_deep = inherited is not None and inherited[1] >= 255  # other ranges are those of bytes or floating-point numbers
+        return {"value_range": inherited if of_deep else None, "measures": False}
     return {"value_range": value_range, "measures": value_range is None}
 
 

@@ -116,7 +116,9 @@ def submit(
 
     config, source = load_config(file, overrides)
     check_names(config, source)
-    check_files(config)
+    images = check_files(config)
+    for note in () if images is None else images.notes:
+        echo(note, err=True)
     site = profile.read_site(site_name)
     request = JobRequest(
         nodes, ranks_per_node, cores_per_rank, limit, account, queue, hostfile, stage, restarts, doctor=not no_doctor

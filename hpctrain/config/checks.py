@@ -19,7 +19,7 @@ from hpctrain.backend.graph import Graph
 from hpctrain.backend.operators import KernelSet
 from hpctrain.comm.progress_mode import ProgressMode
 from hpctrain.config import grid
-from hpctrain.config.images import size_faults
+from hpctrain.config.images import chosen_metrics, size_faults
 from hpctrain.config.load import flow, nearest_key
 from hpctrain.config.options import LISTS, choice, kind_of, registry
 from hpctrain.config.schema import Config
@@ -219,10 +219,7 @@ def _evaluation_faults(config: Config) -> Iterator[tuple[KeyPath, str]]:
             )
         if not config.evaluate.every_epochs:
             yield path, f"{label} needs evaluations, but evaluate.every_epochs is 0; set it to at least 1."
-    measures = {("checkpoint", "best"): config.checkpoint.best, ("early_stop", "metric"): stop.metric}
-    if reduces:
-        measures["schedule", "metric"] = config.schedule.options.get("metric", "loss")
-    for path, measure in measures.items():
+    for path, measure in chosen_metrics(config).items():
         if measure in ("ema_loss", "ema_top1", "ema_top5") and config.ema.decay is None:
             yield (
                 path,

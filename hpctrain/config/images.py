@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -22,7 +22,16 @@ from hpctrain.config.schema import SYNTHETIC, AugmentConfig, Config
 from hpctrain.core.errors import ConfigError, DataError, HpctrainError, ShapeError
 from hpctrain.core.text import counted
 from hpctrain.core.yaml_source import KeyPath
-from hpctrain.data.image_file import DataFacts, ImageFile, ImageForm, Split, normal_name, synthetic_file, with_class_order
+from hpctrain.data.image_file import (
+    DataFacts,
+    ImageFile,
+    ImageForm,
+    Split,
+    described,
+    differences,
+    synthetic_file,
+    with_class_order,
+)
 from hpctrain.data.pipeline import ImageSizes, Pipeline, first_fault
 from hpctrain.data.sampler import ValidationSplit, hold_out
 from hpctrain.models import catalogue
@@ -61,12 +70,8 @@ def size_faults(config: Config) -> Iterator[tuple[KeyPath, str]]:
         try:
             model_graph(config, step.size, refuses=True)
         except ShapeError as error:
-            least = _least(config, step.size)
-            legal = "" if least is None else f" The smallest legal size is {least}."
-            yield (
-                ("data", "sizes", number, "size"),
-                f"data.sizes.{number}.size is {step.size}, which the model {config.model.name} does not support: {error}{legal}",
-            )
+            why = f"is {step.size}, which the model {config.model.name} does not support: {error}"
+            yield ("data", "sizes", number, "size"), f"data.sizes.{number}.size {why}"
 
 
 def check_image_shapes(network: Network, shapes: Iterable[ImageShape]) -> None:
@@ -89,25 +94,10 @@ def _steps(config: Config) -> tuple[tuple[int, int], ...]:
     return tuple((step.from_epoch, step.size) for step in config.data.sizes)
 
 
-def _least(config: Config, refused: int) -> int | None:
-    """Return the smallest side above a refused one that the model supports, by bisection; None if there is none.
-
-    The upper limit is the default image size of the model.
-    """
-    least = min(catalogue.image_shape(config.model.name)[:2])
-    if least <= refused:
-        return None
-    while least - refused > 1:
-        middle = (least + refused) // 2
-        with suppress(HpctrainError):
-            model_graph(config, middle, refuses=True)
-            least = middle
-            continue
-        refused = middle
-    return least
-
-
 CHECKPOINT = "the checkpoint"
+_TOP = 5  # number of classes that the metric top5 counts as right
+#: beginning of notes that the user must see even if nothing else is printed
+WARNING = "warning: "
 
 
 #: key of a checkpoint's metadata: form of the images of its evaluation
@@ -196,15 +186,18 @@ def training_images(config: Config, opened: ImageFile, known: DataFacts | None) 
     Raises:
         DataError: the file has other classes than the known ones, or another number of channels.
     """
-    file, split = opened, validation_split(config, opened)
+    file, split, notes = opened, validation_split(config, opened), list[str]()
     held_out = None if split is None else split.validation
     data = DataFacts.of(file, held_out)
     if known is not None:
-        file = with_class_order(opened, known.class_names, CHECKPOINT)
-        check_channels(opened, len(known.mean), CHECKPOINT)
+        file, notes[:] = aligned(opened, known, CHECKPOINT)
         data = replace(DataFacts.of(file, held_out), mean=known.mean, std=known.std)
-    notes = tuple(_notes(opened, data, CHECKPOINT, normalised=config.data.normalise))
-    return Images(file, make_pipeline(config, config.data.augment, data), notes, image_sizes(config), split), data
+        if config.data.normalise and (tuple(opened.mean), tuple(opened.std)) != (known.mean, known.std):
+            notes.append(f"images are normalised with the mean and deviation of {CHECKPOINT}, not with those of {opened.path}")
+    images = Images(file, make_pipeline(config, config.data.augment, data), (), image_sizes(config), split)
+    labels = file.labels if images.subset is None else file.labels[images.subset]
+    notes += decided_metrics(labels, len(file.class_names), opened.path, config)
+    return replace(images, notes=tuple(notes)), data
 
 
 def evaluation_images(config: Config, files: Mapping[Split, ImageFile], split: Split, data: DataFacts, place: str) -> Images:
@@ -217,30 +210,57 @@ def evaluation_images(config: Config, files: Mapping[Split, ImageFile], split: S
     Raises:
         DataError: the file has other classes, or another number of channels.
     """
-    if split == "validation" and config.data.held_out is not None:
-        opened = files["train"]
-        file = with_class_order(opened, data.class_names, place)
-        pipeline = make_pipeline(config, config.data.evaluate_augment, data)
+    held_out = split == "validation" and config.data.held_out is not None
+    opened = files["train" if held_out else split]
+    file, notes = aligned(opened, data, place)
+    pipeline = make_pipeline(config, config.data.evaluate_augment, data)
+    if held_out:
         return Images(file, pipeline, split=validation_split(config, opened), validation=True)
-    opened = files[split]
-    file = with_class_order(opened, data.class_names, place)
-    check_channels(opened, len(data.mean), place)
-    notes = tuple(_notes(opened, data, place, normalised=False))
-    return Images(file, make_pipeline(config, config.data.evaluate_augment, data), notes)
+    if opened.manifest.get("images") == data.images:
+        notes = (*notes, f"{WARNING}{opened.path} holds the training images, which a model may know by heart")
+    return Images(file, pipeline, notes)
 
 
-def check_channels(opened: ImageFile, expected: int, place: str) -> None:
-    """Raise unless the images of a file have as many channels as those of `place`, for example the training file.
+def aligned(opened: ImageFile, known: DataFacts | ImageFile, place: str) -> tuple[ImageFile, tuple[str, ...]]:
+    """Return a file with its classes in the order of `known`, which is from `place`, and notes on their differences.
 
     Raises:
-        DataError: the numbers differ.
+        DataError: the file has other classes, or another number of channels.
     """
-    channels = opened.shape[2]
+    file = with_class_order(opened, known.class_names, place)
+    channels, expected = opened.shape[2], known.shape[2]
     if channels != expected:
         raise DataError(
             f"{opened.path} has images of {counted(channels, 'channel')}, those of {place} have {expected}; "
             f"convert both with `hpctrain data convert` and --channels {expected}."
         )
+    notes = differences(opened.path, described(file), place, described(known), measured=True)
+    if (file.labels != opened.labels).any():
+        notes = (f"{opened.path} has another order of classes than {place}; its labels are mapped by class name", *notes)
+    return file, notes
+
+
+def decided_metrics(labels: np.ndarray, classes: int, place: object, config: Config | None = None) -> Iterator[str]:
+    """Yield a warning for each metric that is decided before the training.
+
+    Args:
+        labels: labels of the training images, from `place`.
+        config: configuration that chooses metrics; None: all accuracies are considered.
+    """
+    if labels.min() == labels.max():
+        yield f"{WARNING}the training images of {place} have only 1 class, so that every accuracy will be 100 %"
+    for path, metric in () if config is None or classes > _TOP else chosen_metrics(config).items():
+        if metric in ("top5", "ema_top5"):
+            yield f"{WARNING}{'.'.join(path)} is {metric}, which is always 100 %, as {place} has {counted(classes, 'class')}"
+
+
+def chosen_metrics(config: Config) -> dict[tuple[str, str], str]:
+    """Return the metrics that a configuration chooses, by key."""
+    chosen: dict[tuple[str, str], str] = {("checkpoint", "best"): config.checkpoint.best}
+    chosen["early_stop", "metric"] = config.early_stop.metric
+    if config.schedule.name == "plateau":
+        chosen["schedule", "metric"] = config.schedule.options.get("metric", "loss")
+    return chosen
 
 
 def mirrored(images: Images) -> Images:
@@ -292,11 +312,10 @@ def check_shapes(train: tuple[int, int, int], test: tuple[int, int, int]) -> Non
         )
 
 
-def _notes(opened: ImageFile, data: DataFacts, place: str, *, normalised: bool) -> Iterator[str]:
-    if [*map(normal_name, opened.class_names)] != [*map(normal_name, data.class_names)]:
-        yield f"{opened.path} has another order of classes than {place}; its labels are mapped by class name"
-    if normalised and (tuple(opened.mean), tuple(opened.std)) != (data.mean, data.std):
-        yield f"images are normalised with the mean and deviation of {place}, not with those of {opened.path}"
+def described_training(config: Config, data: DataFacts, shape: ImageShape | None) -> dict[str, Any]:
+    """Return the description of a training's data, with the shape of the network's input and the moments that it uses."""
+    facts, channels = described(data) | {"image_shape": shape}, len(data.mean)
+    return facts if config.data.normalise else facts | {"mean": (0.0,) * channels, "std": (1.0,) * channels}
 
 
 def make_pipeline(config: Config, augment: tuple[AugmentConfig, ...], data: DataFacts) -> Pipeline:
@@ -375,6 +394,8 @@ def check_files(config: Config) -> Images | None:
     Return the training images; None if their file is missing or faulty. Other missing or faulty data files, a missing file of
     weights, and the tensors of a PyTorch file, which has no header, are not checked.
 
+    The notes of the returned images are those of all sets and of the weights.
+
     Raises:
         HpctrainError: evaluation images, a layer or a tensor does not fit; the message is that of a training.
     """
@@ -383,6 +404,7 @@ def check_files(config: Config) -> Images | None:
         return None
     shapes, classes = images.shapes(config.epochs), len(images.file.class_names)
     data = DataFacts.of(images.file)
+    notes = [*images.notes]
     for split in config.data.evaluated_splits:
         opened: dict[Split, ImageFile] = {"train": images.file}
         if split in config.data.files:
@@ -393,14 +415,17 @@ def check_files(config: Config) -> Images | None:
         evaluated = evaluation_images(config, opened, split, data, config.data.train)
         if images.sizes is None:
             check_shapes(shapes[0], evaluated.shape)
+        notes += evaluated.notes
     for shape in sorted(set(shapes)):
         _graph(config, classes, shape)
     weights = None if config.init.weights is None else Path(config.init.weights)
     if weights is not None and weights.suffix.lower() == weights_file.SAFETENSORS and weights.is_file():
         entries = declared_state(catalogue.build(config.model.name, model_options(config, classes, shapes[0])))
         content = weights_file.read(weights, header=True)
-        check_file_fits(entries, content, weights, config.init.ignore, config.model.name)
-    return images
+        _, facts = check_file_fits(entries, content, weights, config.init.ignore, config.model.name)
+        own = described_training(config, data, shapes[0])
+        notes += differences(config.data.train, own, f"{weights} (see init.ignore)", facts)
+    return replace(images, notes=tuple(notes))
 
 
 def single_values_of(config: Config, ranks: int | None = None) -> SingleValues:

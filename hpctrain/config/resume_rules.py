@@ -40,7 +40,6 @@ RULES = (
     Rule("optimizer", When.NEVER, "the checkpoint stores the state of the old optimiser"),
     Rule("batch_norm.epsilon", When.NEVER, "it is part of the model"),
     Rule("data.normalise", When.NEVER, "the model was trained with the old setting"),
-    Rule("classes", When.NEVER, "the model has one output per class, in their order"),
     Rule("seed", When.BETWEEN_EPOCHS, "it determines the order of samples in an epoch"),
     Rule("data.mixing.*", When.BETWEEN_EPOCHS, "all images of an epoch are prepared in the same way"),
     Rule("data.augment", When.BETWEEN_EPOCHS, "all images of an epoch are prepared in the same way"),
@@ -101,7 +100,6 @@ class Change:
 
 # Values that are compared in addition to the keys of a configuration -> their names in messages.
 _NAMES = {
-    "classes": "classes of data.train",
     "code": "your own code",
     "held_out": "validation samples",
     "images": "images of data.train",

@@ -24,8 +24,8 @@ heap can make HDF5 loop without end, so texts have a fixed length.
 
 HDF5 opens the file without locks and returns the offset of the images. They are then mapped into memory, so reading a sample is a
 copy from the page cache. This module also maps classes of several files to one order by name (`with_class_order`), computes the
-facts by which a run identifies its training data (`DataFacts`) and ranks compare their files (`compared_facts`), and
-generates synthetic images, which depend on split, sample number and shape only.
+facts by which a run identifies its training data (`DataFacts`), compares how labels and pixels of two files came about
+(`described`, `differences`), and generates synthetic images, which depend on split, sample number and shape only.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ from __future__ import annotations
 import hashlib
 import json
 import unicodedata
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -514,15 +515,15 @@ def _map(path: Path, contents: Stored) -> tuple[ImageArray, ReadImages]:
         return reader, reader
 
 
-def class_difference(names: Sequence[str], others: Sequence[str]) -> str | None:
+def class_difference(names: Sequence[str], others: Sequence[str], *, ordered: bool = False) -> str | None:
     """Return the difference between two lists of class names, in words; None if they hold the same names in any order.
 
-    If two classes have the same name, the order must be the same as well, because nothing else distinguishes these classes.
+    If two classes have the same name, or if `ordered`, the order must be the same as well.
     """
     names, others = [*map(normal_name, names)], [*map(normal_name, others)]
     if len(names) != len(others):
         return f"there are {len(names)} and {len(others)} classes{_only(names, others)}"
-    if sorted(names) == sorted(others) and (len(set(names)) == len(names) or names == others):
+    if names == others or (sorted(names) == sorted(others) and len(set(names)) == len(names) and not ordered):
         return None
     first = next(number for number, pair in enumerate(zip(names, others, strict=True)) if pair[0] != pair[1])
     return f"class {first} is {names[first]!r} and {others[first]!r}{_only(names, others)}"
@@ -531,6 +532,63 @@ def class_difference(names: Sequence[str], others: Sequence[str]) -> str | None:
 def _only(names: Sequence[str], others: Sequence[str]) -> str:
     alone = [f"{name!r}" for one, other in ((names, others), (others, names)) for name in one if name not in other][:1]
     return f", {alone[0]} is in only one of them" if alone else ""
+
+
+#: ranges of values that need no name: those of bytes, of 16 bits and of floating-point numbers
+_WHOLE_RANGES = ((0.0, 255.0), (0.0, 65535.0), (0.0, 1.0))
+#: text of each fact that tells how pixels were made
+_FACTS: Mapping[str, Callable[[Any], str]] = {
+    "image_shape": lambda shape: "images of " + " x ".join(map(str, shape[:2])),
+    "fit": lambda fit: f"--fit {fit}",
+    "value_range": lambda low_high: "--range " + " ".join(f"{value:g}" for value in low_high),
+    "mean": lambda values: "mean " + " ".join(f"{value:.4g}" for value in values),
+    "std": lambda values: "deviation " + " ".join(f"{value:.4g}" for value in values),
+}
+
+
+def described(data: ImageFile | DataFacts) -> dict[str, Any]:
+    """Return how the labels and pixels of a file came about, as in the metadata of exported weights. Unknown facts are absent."""
+    value_range = _WHOLE_RANGES[0] if data.value_range in (None, *_WHOLE_RANGES) else data.value_range
+    facts = {"classes": data.class_names, "image_shape": data.shape, "fit": data.fit, "value_range": value_range}
+    moments = {"mean": tuple(map(float, data.mean)), "std": tuple(map(float, data.std))}
+    return {key: value for key, value in (facts | moments).items() if value is not None}
+
+
+def differences(
+    origin: object, facts: Mapping[str, Any], place: object, known: Mapping[str, Any], *, measured: bool = False
+) -> tuple[str, ...]:
+    """Return a warning that names all differences of two descriptions (see `described`); () if there are none.
+
+    Nothing else compares them. A fact that is absent from one of them equals any value.
+
+    Args:
+        origin, place: names of the data.
+        measured: whether means and deviations only describe the pixels; very different ones hint at another range of values.
+            False: images are normalised with them.
+
+    Raises:
+        DataError: the classes, or their order, differ.
+    """
+    if "classes" in facts and "classes" in known:
+        _require_classes(origin, facts["classes"], place, known["classes"], ordered=True)
+    pairs = {key: (text(facts[key]), text(known[key])) for key, text in _FACTS.items() if key in facts and key in known}
+    if measured:
+        (mean, std), (other_mean, other_std) = (np.array([one["mean"], one["std"]]) for one in (facts, known))
+        least, most = np.minimum(std, other_std), np.maximum(std, other_std)
+        if (most <= 3 * least).all() and (np.abs(mean - other_mean) <= 2 * most).all():
+            pairs = {key: pair for key, pair in pairs.items() if key not in ("mean", "std")}
+    different = [f"{one} instead of {other}" for one, other in pairs.values() if one != other]
+    return (f"warning: {origin} was made otherwise than {place}: {', '.join(different)}",) if different else ()
+
+
+def _require_classes(
+    origin: object, names: Sequence[str], place: object, others: Sequence[str], *, ordered: bool = False
+) -> None:
+    differs = class_difference(names, others, ordered=ordered)
+    if differs is not None:
+        raise DataError(
+            f"{origin} has other classes than {place}: {differs}. Convert it again with the same class names, or use other data."
+        )
 
 
 def with_class_order(file: ImageFile, names: Sequence[str], origin: str) -> ImageFile:
@@ -542,12 +600,7 @@ def with_class_order(file: ImageFile, names: Sequence[str], origin: str) -> Imag
     Raises:
         DataError: the file has other classes, or another number of them. The message names the first difference.
     """
-    differs = class_difference(file.class_names, names)
-    if differs is not None:
-        raise DataError(
-            f"{file.path} has other classes than {origin}: {differs}. "
-            f"Convert it again with the same class names, or use other data."
-        )
+    _require_classes(file.path, file.class_names, origin, names)
     names = tuple(names)
     if names == file.class_names:
         return file
@@ -556,14 +609,9 @@ def with_class_order(file: ImageFile, names: Sequence[str], origin: str) -> Imag
         mapped = np.arange(len(names))
     else:
         mapped = np.array([label_of[normal_name(name)] for name in file.class_names], np.int64)
-    moments = file.mean, file.std
-    labels = mapped[file.labels]
-    how = file.fit, file.sums, file.value_range
-    return ImageFile(file.path, file.images, labels, names, moments, file.manifest, file.pixels, *how)
-
-
-#: limits of the samples whose stored bytes are compared: number and bytes; at least two samples are compared
-_MOST_SAMPLES, _MOST_BYTES = 16, 1 << 20
+    turned = copy(file)
+    turned.labels, turned.class_names = mapped[file.labels], names
+    return turned
 
 
 @dataclass(frozen=True)
@@ -612,8 +660,8 @@ class DataFacts:
             images=file.manifest["images"],
             labels=hashlib.sha256(file.labels.astype("<i8").tobytes()).hexdigest(),
             class_names=file.class_names,
-            mean=_numbers(file.mean),
-            std=_numbers(file.std),
+            mean=tuple(file.mean.tolist()),
+            std=tuple(file.std.tolist()),
             fit=file.fit,
             held_out=None if held_out is None else (len(held_out), digest_of(held_out.astype("<i8"))),
             value_range=file.value_range,
@@ -649,54 +697,6 @@ class ImageForm:
         """Return the form of a data file's images. If `fit` is missing, the converters' default is used."""
         height, width, channels = file.shape
         return cls((height, width, channels), file.fit or "crop", file.value_range)
-
-    @classmethod
-    def from_meta(cls, values: Mapping[str, Any]) -> ImageForm:
-        """Return the form from the JSON form of `to_meta`."""
-        height, width, channels = values["shape"]
-        low_high = values.get("value_range")
-        return cls((height, width, channels), values["fit"], None if low_high is None else (low_high[0], low_high[1]))
-
-    def to_meta(self) -> dict[str, Any]:
-        """Return the form as JSON-compatible data."""
-        return asdict(self)
-
-
-def compared_facts(file: ImageFile) -> dict[str, Any]:
-    """Return the facts by which ranks check that they have opened the same data, in the order of comparison.
-
-    The facts describe the samples, not the file format. A file of pixels and a file of picture files with the same samples have
-    equal values for all facts that both provide; facts that a format lacks are left out. Labels and checksums of all samples are
-    those declared by the file. The stored bytes of at most 16 evenly spaced samples are read.
-
-    Returns:
-        "samples", "shape", "classes", "labels" (sha256), "mean", "deviation", "image N" (crc32 of the pixels of sample N), "sums"
-        (sha256 over the pixel sums of all samples) and "images" (sha256 of all pixels).
-    """
-    reader, manifest = file.pixels, file.manifest
-    facts: dict[str, Any] = {
-        "samples": len(file),
-        "shape": file.shape,
-        "classes": tuple(unicodedata.normalize("NFC", name) for name in file.class_names),
-        "labels": manifest.get("labels") or digest_of(file.labels.astype("<i8", copy=False)),
-        "mean": _numbers(file.mean),
-        "deviation": _numbers(file.std),
-    }
-    if isinstance(reader, BlockReader):
-        mean_bytes = max(1, reader.extents.size_bytes // len(file))
-        count = min(len(file), _MOST_SAMPLES, max(2, _MOST_BYTES // mean_bytes))
-        samples = np.unique(np.linspace(0, len(file) - 1, count).astype(np.int64))
-        facts |= {f"image {sample}": value for sample, value in reader.read_sums(samples).items()}
-        sums = reader.pixel_sums(file.sums)
-        if sums is not None:
-            facts["sums"] = digest_of(sums.astype("<u4", copy=False))
-    if "images" in manifest and "blob" not in manifest:
-        facts["images"] = manifest["images"]
-    return facts
-
-
-def _numbers(values: np.ndarray) -> tuple[float, ...]:
-    return tuple(float(value) for value in values)
 
 
 Split = Literal["train", "validation", "test"]

@@ -13,9 +13,9 @@ import numpy as np
 from hpctrain.core.errors import DataError, ShapeError
 from hpctrain.core.files import open_regular
 from hpctrain.core.log import get_logger
-from hpctrain.data.convert.common import in_order, listed
+from hpctrain.data.convert.common import in_order, listed, range_up_to
 from hpctrain.data.convert.folder import Search
-from hpctrain.data.decoding import FOREIGN_SUFFIXES, SUFFIXES, Fit, decode
+from hpctrain.data.decoding import FOREIGN_SUFFIXES, SUFFIXES, Fit, decode, deep_maximum
 from hpctrain.data.image_file import ImageForm
 from hpctrain.data.readers import ReadImages
 
@@ -124,6 +124,9 @@ class DecodedPictures(ReadImages):
         height, width, channels = self._form.shape
         try:
             how = cast(Fit, self._form.fit), channels, self._max_pixels, self._form.value_range
+            most, (_, white) = deep_maximum(self._files[number], self._max_pixels), self._form.value_range or (0, 65535)
+            if most > white or (most > 0 and not self._form.value_range and range_up_to(most)):
+                _log.warning("%s has values up to %d, but white is %g in the training images", self._files[number], most, white)
             return decode(self._files[number], (height, width), *how)
         except DataError as error:
             self.broken[number] = str(error)

@@ -191,6 +191,13 @@ OTHER_DATA = FindingKind(
     "Give all nodes the same files, with the same classes and for this model.",
 )
 
+MADE_OTHERWISE = FindingKind(
+    "data-made-otherwise",
+    Severity.WARNING,
+    "Data files or weights were made with different options, or a metric does not depend on the training.",
+    "Convert all files with the same options, and choose another metric.",
+)
+
 _SWITCH = "HDF5_USE_FILE_LOCKING"
 
 
@@ -279,14 +286,14 @@ def judge_hdf5(job: JobView, facts: Sequence[Hdf5Facts | None]) -> list[DoctorFi
     return [fine(f"Locks work in the run directory{files}.")]
 
 
-def gather_same(place: JoinedPlace) -> tuple[str, int]:
+def gather_same(place: JoinedPlace) -> tuple[str, int, tuple[str, ...]]:
     """Compare data files and weights between ranks, and with each other and the model. Collective.
 
-    Return (message of the error that a training would raise, "" if the ranks agree; number of compared files).
+    Return (message of the error that a training would raise, "" if the ranks agree; number of compared files; notes).
     """
     config, world = place.own.config, place.world
     if config is None:
-        return "", 0
+        return "", 0, ()
     from hpctrain.comm.base import compare, raise_on_all_ranks
     from hpctrain.config.images import check_files, configured_splits
     from hpctrain.run.build import read_weights
@@ -298,17 +305,21 @@ def gather_same(place: JoinedPlace) -> tuple[str, int]:
             weights = Path(config.init.weights)
             compare(world, raise_on_all_ranks(world, lambda: read_weights(world, weights)))
             files += 1
-        raise_on_all_ranks(world, lambda: check_files(config))
+        images = raise_on_all_ranks(world, lambda: check_files(config))
     except HpctrainError as error:
-        return str(error), 0
-    return "", files
+        return str(error), 0, ()
+    return "", files, () if images is None else images.notes
 
 
-def judge_same(job: JobView, facts: Sequence[tuple[str, int]]) -> list[DoctorFinding]:
+def judge_same(job: JobView, facts: Sequence[tuple[str, int, tuple[str, ...]]]) -> list[DoctorFinding]:
     """Return one finding: whether all ranks have the same data files and weights."""
-    difference, files = facts[0]
-    if difference:
-        return [OTHER_DATA.from_error(difference)]
+    difference, files, notes = facts[0]
+    if difference or notes:
+        return (
+            [OTHER_DATA.from_error(difference)]
+            if difference
+            else [MADE_OTHERWISE.found(f"{note}.".removeprefix("warning: ")) for note in notes]
+        )
     if job.size == 1 or not files:
         return [fine("Nothing to compare.")]
     return [fine(f"All ranks have the same {'data file' if files == 1 else f'{files} data files'}.")]
@@ -317,7 +328,7 @@ def judge_same(job: JobView, facts: Sequence[tuple[str, int]]) -> list[DoctorFin
 SAME = Check(
     "data files",
     "that all ranks have the same data files and weights, and that these fit the model",
-    (OTHER_DATA,),
+    (OTHER_DATA, MADE_OTHERWISE),
     gather_same,
     judge_same,
     joined=True,

@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from hpctrain.comm.base import Communicator, Subject, compare
 from hpctrain.config.options import named, names
 from hpctrain.config.resume_rules import flat
@@ -19,7 +21,8 @@ from hpctrain.config.schema import Config
 from hpctrain.core import user_code
 from hpctrain.core.errors import DataError
 from hpctrain.core.files import read_bytes
-from hpctrain.data.image_file import ImageFile, compared_facts
+from hpctrain.data.image_file import ImageFile, digest_of, normal_name
+from hpctrain.data.readers import BlockReader
 from hpctrain.runs.directory import software_versions
 
 _PACKAGE = Path(__file__).parents[1]
@@ -39,6 +42,8 @@ _DRIVERS = (Path("/dev/nvidiactl"), Path("/dev/dxg"))
 _BY_NODE = ("threads", "flight")
 #: arguments in which ranks of a program may differ
 _PER_RANK_ARGUMENTS = ("self", "model", "replica", "images", "labels", "path", "like", "prefetch", "threads")
+#: limits of the samples whose stored bytes are compared: number and bytes; at least two samples are compared
+_MOST_SAMPLES, _MOST_BYTES = 16, 1 << 20
 
 
 def _differs(key: str, here: object, there: object) -> str:
@@ -131,6 +136,34 @@ def opened_file(key: str, file: ImageFile) -> Subject:
     """
     facts, remedy = compared_facts(file), f"give all nodes the same {file.path}"
     return Subject(f"another {key}", remedy, facts, _data_words, partial=True, error=DataError)
+
+
+def compared_facts(file: ImageFile) -> dict[str, Any]:
+    """Return the facts by which ranks check that they have opened the same data, in the order of comparison.
+
+    The facts describe the samples, not the file format: pixels and picture files of the same samples have equal values for all
+    facts that both provide. The stored bytes of at most 16 evenly spaced samples are read ("image N", crc32 of its pixels).
+    """
+    reader, manifest = file.pixels, file.manifest
+    facts: dict[str, Any] = {
+        "samples": len(file),
+        "shape": file.shape,
+        "classes": tuple(map(normal_name, file.class_names)),
+        "labels": manifest.get("labels") or digest_of(file.labels.astype("<i8", copy=False)),
+        "mean": tuple(file.mean.tolist()),
+        "deviation": tuple(file.std.tolist()),
+    }
+    if isinstance(reader, BlockReader):
+        mean_bytes = max(1, reader.extents.size_bytes // len(file))
+        count = min(len(file), _MOST_SAMPLES, max(2, _MOST_BYTES // mean_bytes))
+        samples = np.unique(np.linspace(0, len(file) - 1, count).astype(np.int64))
+        facts |= {f"image {sample}": value for sample, value in reader.read_sums(samples).items()}
+        sums = reader.pixel_sums(file.sums)
+        if sums is not None:
+            facts["sums"] = digest_of(sums.astype("<u4", copy=False))
+    if "images" in manifest and "blob" not in manifest:
+        facts["images"] = manifest["images"]
+    return facts
 
 
 def _data_words(key: str, here: Any, there: Any) -> str:

@@ -6,11 +6,13 @@ of the layers, without an image size or memory for parameters.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import chain, islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import DTypeLike
@@ -157,22 +159,33 @@ def check_fits(
     return ignored
 
 
+#: keys of a file's metadata that describe its training data, see `image_file.described`
+_DESCRIBED = ("classes", "image_shape", "fit", "value_range", "mean", "std")
+
+
 #: advice on names to ignore, for configurations
 INIT_HINT = "set init.ignore to {patterns}"
 
 
 def check_file_fits(
     entries: Mapping[str, StateEntry], content: WeightsFile, path: Path, ignore: Sequence[str], model: str, hint: str = INIT_HINT
-) -> frozenset[str]:
-    """Raise unless the tensors of a file of initial weights fit a model, and return the ignored names; see `check_fits`.
+) -> tuple[frozenset[str], dict[str, Any]]:
+    """Raise unless the tensors of a file of initial weights fit a model; see `check_fits`.
 
     Args:
         content: content of the file at `path`.
         hint: advice on how to ignore names, for messages; the list of patterns replaces {patterns}.
+
+    Returns:
+        The ignored names, and the description of the weights' data, without the classes if the last layer is ignored.
     """
     advice = f"To draw a layer from the seed instead, as for another number of classes, {hint}."
     named = content.metadata.get("model")
-    return check_fits(entries, content.tensors, source=str(path), model=model, ignore=ignore, named=named, hint=advice)
+    ignored = check_fits(entries, content.tensors, source=str(path), model=model, ignore=ignore, named=named, hint=advice)
+    last = next((name for name in reversed([*entries]) if entries[name].spec is not None), None)
+    keys = _DESCRIBED[1:] if last in ignored else _DESCRIBED
+    known = content.metadata if "model_options" in content.metadata else {}  # another program may use these keys
+    return ignored, {key: json.loads(known[key]) for key in keys if key in known}
 
 
 def check_finite(state: Mapping[str, np.ndarray], source: str, dtype: DTypeLike | None = None) -> None:

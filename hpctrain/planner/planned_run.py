@@ -238,10 +238,8 @@ def prepare(config: Config, ranks: int | None, image: Image | None = None, class
 
 def _header(config: Config) -> tuple[Image, int]:
     """Return the image shape after augmentation and the number of classes, without reading images."""
-    file = open_images(config, "train")
-    steps = [(step.name, step.options) for step in config.data.augment]
-    pipeline = Pipeline(steps, seed=config.seed, mean=file.mean, std=file.std, dtype=config.dtype)
-    return of_largest(config, pipeline).output_shape(*file.shape), len(file.class_names)
+    images, _ = training_images(config, open_images(config, "train"), None)
+    return images.shapes(config.epochs)[0], len(images.file.class_names)
 
 
 def _of_the_model(config: Config) -> tuple[Image, int]:

@@ -26,6 +26,7 @@ from hpctrain.config.images import (
     check_image_shapes,
     check_shapes,
     configured_splits,
+    described_training,
     evaluation_images,
     single_values,
     training_images,
@@ -33,7 +34,7 @@ from hpctrain.config.images import (
 from hpctrain.config.schema import Config
 from hpctrain.core.errors import CheckpointError, DataError, DivergedError
 from hpctrain.core.text import counted
-from hpctrain.data.image_file import DataFacts, ImageFile, Split
+from hpctrain.data.image_file import DataFacts, ImageFile, Split, differences
 from hpctrain.data.loader import Loader
 from hpctrain.data.pipeline import ImageSizes
 from hpctrain.job.automatic_choice import Resolved
@@ -103,19 +104,25 @@ def keep_choice(resolved: Resolved, directory: RunDirectory) -> None:
         machine_file.write(directory.machine_path, resolved.machine)
 
 
-def start_from_weights(session: Session, setup: TrainingSetup) -> None:
+def start_from_weights(session: Session, setup: TrainingSetup) -> tuple[str, ...]:
     """Write whitening filters and the configured weights, if any, into the replica before ranks agree on averaging. Collective.
+
+    Return notes on the weights.
 
     Raises:
         ConfigError: `init.whiten` is not a convolution of the images that can be whitened.
-        DataError: a training image cannot be read; on every rank.
+        DataError: a training image cannot be read, or the weights have other classes; on every rank.
         CheckpointError: the file cannot be read, does not fit the model, or differs between ranks; on every rank.
     """
     init = session.config.init
     if init.whiten is not None:
         whiten(session, setup, init.whiten)
-    if init.weights is not None:
-        put_weights(session.world, setup.replica, Path(init.weights), init.ignore, session.config.model.name)
+    if init.weights is None:
+        return ()
+    facts = put_weights(session.world, setup.replica, Path(init.weights), init.ignore, session.config.model.name)
+    own = described_training(session.config, setup.data, setup.replica.network.image_shape)
+    place = f"{init.weights} (see init.ignore)"
+    return raise_on_all_ranks(session.world, lambda: differences(session.config.data.train, own, place, facts))
 
 
 #: maximum number of training images from which whitening filters are computed; a larger number has less effect than the seed
@@ -156,8 +163,8 @@ def _spaced_images(loader: Loader, scale: np.ndarray) -> Iterator[np.ndarray]:
 
 def put_weights(
     world: Communicator, replica: Replica, path: Path, ignore: Sequence[str], model: str, *, hint: str = INIT_HINT
-) -> None:
-    """Write the weights of a file into a replica. Collective.
+) -> dict[str, Any]:
+    """Write the weights of a file into a replica, and return the description of their data (see `described`). Collective.
 
     Every rank reads the file from the file system, so that weights are not sent by MPI, and takes its part of split layers.
 
@@ -173,17 +180,18 @@ def put_weights(
     compare(world, raise_on_all_ranks(world, lambda: read_weights(world, path)))
     entries = declared_state(network.model)
 
-    def fitting() -> dict[str, np.ndarray]:
+    def fitting() -> tuple[dict[str, np.ndarray], dict[str, Any]]:
         content = weights_file.read(path)
-        ignored = check_file_fits(entries, content, path, ignore, model, hint)
+        ignored, facts = check_file_fits(entries, content, path, ignore, model, hint)
         fitting_tensors = {name: content.tensors[name] for name in entries if name not in ignored}
         check_finite(fitting_tensors, str(path), network.parameter_dtype)
-        return fitting_tensors
+        return fitting_tensors, facts
 
-    state = raise_on_all_ranks(world, fitting)
+    state, facts = raise_on_all_ranks(world, fitting)
     replica.drain()
     _put(replica, entries, state)
     replica.parameters_written()
+    return facts
 
 
 def read_weights(world: Communicator, path: Path) -> Subject:

@@ -411,9 +411,7 @@ class RunCheckpoints(Observer):
             "config": dump(session.config),
             "data": setup.data.to_meta(),
             **(
-                {}
-                if setup.evaluation_loader is None
-                else {EVALUATION_IMAGES: ImageForm.of(setup.evaluation_loader.file).to_meta()}
+                {} if setup.evaluation_loader is None else {EVALUATION_IMAGES: asdict(ImageForm.of(setup.evaluation_loader.file))}
             ),
             "ranks": session.world.size,
             "grid": describe(parallel_plan(session.config, session.grid.cols)),

@@ -19,6 +19,7 @@ from hpctrain.comm.base import Subject, compare, raise_on_all_ranks
 from hpctrain.config.images import (
     CHECKPOINT,
     EVALUATION_IMAGES,
+    WARNING,
     Images,
     check_shapes,
     evaluation_images,
@@ -29,7 +30,7 @@ from hpctrain.config.images import (
 from hpctrain.config.schema import Config
 from hpctrain.core import log
 from hpctrain.core.errors import CheckpointError, ConfigError
-from hpctrain.data.image_file import DataFacts, ImageForm, Split
+from hpctrain.data.image_file import DataFacts, ImageForm, Split, described, differences
 from hpctrain.data.loader import Loader
 from hpctrain.job.session import Session
 from hpctrain.run.build import build_replica
@@ -466,6 +467,9 @@ def _build_prediction(
     form = _form(content, data)
     if request.fit is not None:
         form = replace(form, fit=request.fit)
+    facts = described(replace(data, shape=form.shape, fit=form.fit, value_range=form.value_range))
+    for warning in differences("each picture", facts, "the training images", described(data)) if session.is_root else ():
+        log.get_logger(__name__).warning(warning.removeprefix(WARNING))
     images = pictures(config, data, form, files, session.threads.threads, request.max_pixels)
     replica = trained_replica(session, content, data, images, averaged=request.averaged)
     replica.parameters_written()
@@ -476,7 +480,8 @@ def _build_prediction(
 def _form(content: CheckpointContent, data: DataFacts) -> ImageForm:
     """Return the form of the checkpoint's evaluation images or, if it is not stored, of its training images."""
     stored: Any = content.meta.get(EVALUATION_IMAGES)
-    return ImageForm.of(data) if stored is None else ImageForm.from_meta(stored)
+    plain: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in (stored or {}).items()}
+    return ImageForm(**plain) if plain else ImageForm.of(data)
 
 
 def _answers(session: Session, setup: EvaluationSetup, files: Sequence[Path], top: int) -> Iterator[PredictedPicture]:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from hpctrain.config.grid import model_options
-from hpctrain.config.images import training_shape
+from hpctrain.config.images import described_training, training_shape
 from hpctrain.config.load import parse
 from hpctrain.config.options import named, names
 from hpctrain.config.schema import Config
@@ -77,7 +77,7 @@ class ModelWeights:
         single = {name: array.astype(np.float32) for name, array in self.state.items() if not is_counter(name)}
         proto = onnx_model(self.model, self.image_shape, single, self.metadata)
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_bytes(path, proto.SerializeToString())
+        write_bytes(path, proto.SerializeToString(deterministic=True))
 
 
 def of_file(path: Path, name: str | None, classes: int | None, options: Mapping[str, Any]) -> ModelWeights:
@@ -142,8 +142,7 @@ def of_checkpoint(
         raise ConfigError(f'The model of {path} is user code, which is loaded only on request; give --model "{given}".')
     data = data_of(content, path)
     shape = _image_shape(config, data)
-    channels = data.shape[2]
-    options = model_options(config, len(data.class_names), shape or (1, 1, channels))
+    options = model_options(config, len(data.class_names), shape or (1, 1, data.shape[2]))
     model = catalogue.build(given, options)
     position = Position.from_meta(content.meta)
     keys = averaged_keys(content) if averaged else {}
@@ -151,11 +150,9 @@ def of_checkpoint(
         _exported(content, declared_state(model), path, keys, _CHANGED), position.global_step * config.micro_batches
     )
     check_finite(state, str(path))
+    described = described_training(config, data, shape)
     facts = {
-        "classes": json.dumps(data.class_names),
-        **({} if shape is None else {"image_shape": json.dumps(shape)}),
-        "mean": json.dumps(data.mean if config.data.normalise else [0.0] * channels),
-        "std": json.dumps(data.std if config.data.normalise else [1.0] * channels),
+        **{key: json.dumps(value) for key, value in described.items() if value is not None},
         "step": str(position.global_step),
         **({"averaged": "true"} if averaged else {}),
     }
@@ -191,7 +188,7 @@ def _image_shape(config: Config, data: DataFacts) -> tuple[int, int, int] | None
 
 
 #: keys of a file's metadata that are copied to a file written from it
-_KEPT = ("classes", "image_shape", "mean", "std", "step", "averaged")
+_KEPT = ("classes", "image_shape", "fit", "value_range", "mean", "std", "step", "averaged")
 
 
 def _metadata(name: str, options: Mapping[str, Any], facts: Mapping[str, str]) -> dict[str, str]:

@@ -20,13 +20,13 @@ from hpctrain.averaging.averagers import make_strategy
 from hpctrain.averaging.base import PlannedGroup, Strategy
 from hpctrain.backend.choice import Backend, make_backend
 from hpctrain.comm.base import Communicator, Subject, compare, raise_on_all_ranks
-from hpctrain.config.images import check_channels, check_image_shapes
+from hpctrain.config.images import WARNING, aligned, check_image_shapes, decided_metrics
 from hpctrain.config.schema import CacheConfig, NonFiniteConfig
 from hpctrain.core.errors import CheckpointError, ConfigError, DataError, DivergedError, ShapeError
 from hpctrain.core.files import path_of
 from hpctrain.core.log import get_logger
 from hpctrain.core.registry import check_counts, check_options, check_types, checked_calls
-from hpctrain.data.image_file import ImageFile, with_class_order
+from hpctrain.data.image_file import ImageFile, described, differences
 from hpctrain.data.loader import ArrayLoader, Loader, as_samples
 from hpctrain.data.pipeline import ImageSizes, Pipeline
 from hpctrain.data.sampler import Mixing, Sampler, hold_out
@@ -197,6 +197,7 @@ class Job(StartedRank):
         watch: watcher of signals; None if `start` was called without signals=True.
         best: grid, plan and averager chosen by `start`, with their prediction; None without `automatic`.
         loops: states of the loops of all replicas.
+        described: name and description of the first data file or weights of each replica, by the identity of its loop.
     """
 
     batch: int
@@ -205,6 +206,7 @@ class Job(StartedRank):
     watch: SignalWatch | None = None
     best: BestCandidate | None = None
     loops: list[LoopState] = field(default_factory=list)
+    described: dict[int, tuple[object, Mapping[str, Any]]] = field(default_factory=dict)
 
     @property
     def rank(self) -> int:
@@ -439,11 +441,12 @@ class Job(StartedRank):
 
         def make() -> tuple[Loader, CacheConfig]:
             mixed, levels = mixing_of(mixing, seed, replica), cache_of(cache)
-            file = reference = files[_FILE]
+            file, reference, notes = files[_FILE], files[_FILE], tuple[str, ...]()
             if like is not None:
                 reference = files[_LIKE]
-                file = with_class_order(file, reference.class_names, str(like))
-                check_channels(file, reference.shape[2], str(like))
+                file, notes = aligned(file, reference, str(like))
+            _warn(self, *notes, *_different(self, replica, like or path, described(reference)))
+            _warn(self, *decided_metrics(file.labels, replica.network.classes, path) if shuffle else ())
             mean, std = np.array(reference.mean), np.array(reference.std)
             pipeline = Pipeline(
                 [named(step) for step in augment], seed=seed, mean=mean, std=std, dtype=replica.network.parameter_dtype
@@ -504,6 +507,7 @@ class Job(StartedRank):
             check_counts("batch", batch=(batch, 1))
             check_types(Job.array_loader, arguments, replica=_REPLICA)
             samples = as_samples(images, labels, replica.network.classes, replica.network.parameter_dtype)
+            _warn(self, *decided_metrics(samples.labels, replica.network.classes, "job.array_loader") if shuffle else ())
             check_shape(samples.images.shape[1:], replica)
             sampler = Sampler(len(samples.images), batch or self.batch, seed, shuffle)
             mixed = mixing_of(mixing, seed, replica)
@@ -567,8 +571,10 @@ class Job(StartedRank):
             CheckpointError: the file cannot be read or does not fit the model.
         """
         hint = "leave such layers out by ignore={patterns}"
-        arguments = {"replica": replica, "path": path, "ignore": ignore}
-        put_weights(self.world, replica, self._path(path, Job.load_weights, arguments), ignore, "of this program", hint=hint)
+        file = self._path(path, Job.load_weights, {"replica": replica, "path": path, "ignore": ignore})
+        facts = put_weights(self.world, replica, file, ignore, "of this program", hint=hint)
+        facts.pop("image_shape", None)  # of the network, not of the data
+        raise_on_all_ranks(self.world, lambda: _warn(self, *_different(self, replica, f"{path} (see ignore)", facts)))
 
     def load(self, replica: Replica, path: str | Path) -> Mapping[str, Any]:
         """Restore a checkpoint written by `save`, also after a `DivergedError`, and return its notes. Sets `replica.global_step`.
@@ -586,6 +592,16 @@ class Job(StartedRank):
             return path_of(path)
 
         return raise_on_all_ranks(self.world, expanded)
+
+
+def _different(job: Job, replica: Replica, origin: object, facts: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the differences from the first data file or weights of the replica."""
+    return differences(origin, facts, *job.described.setdefault(id(replica.loop), (origin, facts)))
+
+
+def _warn(job: Job, *notes: str) -> None:
+    for note in notes if job.is_root else ():
+        _log.warning("%s", note.removeprefix(WARNING))
 
 
 def _subset(file: ImageFile, validation: int | float | None, validation_of: Loader | None, seed: int) -> np.ndarray | None:

@@ -31,7 +31,7 @@ from hpctrain.core import user_code
 from hpctrain.core.errors import CheckpointError, HpctrainError
 from hpctrain.core.log import get_logger
 from hpctrain.core.text import counted
-from hpctrain.data.image_file import DataFacts, ImageFile, class_difference, with_class_order
+from hpctrain.data.image_file import DataFacts, ImageFile, with_class_order
 from hpctrain.job.lost_ranks import RunOwnership
 from hpctrain.job.same_start import is_trusted
 from hpctrain.job.session import Session
@@ -237,9 +237,7 @@ def _start(session: Session, path: Path, content: CheckpointContent, opened: Ima
     """Check a checkpoint against the configuration and the training file, and return the start from it."""
     data = data_of(content, path)
     config, position = session.config, Position.from_meta(content.meta)
-    file = opened
-    if class_difference(file.class_names, data.class_names) is None:
-        file = with_class_order(file, data.class_names, CHECKPOINT)
+    file = with_class_order(opened, data.class_names, CHECKPOINT)
     split = validation_split(config, opened)
     now = DataFacts.of(file, None if split is None else split.validation)
     complete = position.samples == data.training_samples
@@ -285,9 +283,6 @@ def _changes(content: CheckpointContent, data: DataFacts, session: Session, now:
     new |= {f"code.{reference}": digest for reference, digest in user_code.digests().items()}
     old |= _data_values(data)
     new |= _data_values(now)
-    differs = class_difference(data.class_names, now.class_names)
-    if differs is not None:
-        old["classes"], new["classes"] = f"as in {CHECKPOINT}", f"as in {config.data.train}, where {differs}"
     return changes(old, new, _absent(config, data))
 
 

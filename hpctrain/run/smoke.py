@@ -13,15 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hpctrain.config.images import (
-    check_shapes,
-    evaluation_images,
-    open_images,
-    single_values_of,
-    size_faults,
-    training_images,
-    training_shape,
-)
+from hpctrain.config.images import check_files, open_images, single_values_of, size_faults
 from hpctrain.config.schema import SYNTHETIC, AugmentConfig, Config, DataConfig, ScheduleConfig, SizeConfig
 from hpctrain.config.values import SLURM
 from hpctrain.core.errors import ConfigError, HpctrainError
@@ -103,14 +95,8 @@ def recipe_images(config: Config) -> RecipeImages:
         return _of_the_model(config, missing)
     files = {split: open_images(config, split) for split, path in config.data.files.items() if _exists(path)}
     file = files["train"]
-    data, classes = training_images(config, file, None)[1], len(file.class_names)
-    for split in config.data.evaluated_splits:
-        if split in files or split not in config.data.files:
-            evaluated = evaluation_images(config, files, split, data, config.data.train)
-            if not config.data.sizes:
-                check_shapes(training_shape(config, data), evaluated.shape)
-    height, width, channels = file.shape
-    return RecipeImages((height, width, channels), classes, missing)
+    check_files(config)
+    return RecipeImages(file.shape, len(file.class_names), missing)
 
 
 def remove_run(directory: Path) -> str:

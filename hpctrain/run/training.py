@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from hpctrain.backend.specs import TensorSpec
 from hpctrain.comm.base import Communicator, raise_on_all_ranks
 from hpctrain.config.grid import describe, parallel_plan
-from hpctrain.config.images import data_line
+from hpctrain.config.images import WARNING, data_line
 from hpctrain.config.load import dump
 from hpctrain.config.schema import Config
 from hpctrain.config.values import SLURM
@@ -275,7 +275,7 @@ def _run_phases(
     setup = build(session, None if start is None else start.data, stop_requested=watch.asked)
     if start is None:  # a checkpoint contains the weights
         enter(session, RunPhase.WEIGHTS)
-        start_from_weights(session, setup)
+        setup = replace(setup, notes=(*setup.notes, *start_from_weights(session, setup)))
     enter(session, RunPhase.AGREE)
     reproducibility.agree_record(session, setup, start)
     reproducibility.agree_schedules(session, setup, None if start is None else start.content, asked.schedule_from)
@@ -552,7 +552,7 @@ def _introduce(session: Session, setup: TrainingSetup, reporter: Reporter, notes
     held_out = setup.data.held_out
     reporter.say(data_line(config, setup.loader.sampler.samples, 0 if held_out is None else held_out[0]))
     for note in filter(None, (describe_frozen(network), *setup.notes, *notes)):
-        reporter.say(note)
+        (reporter.warn if note.startswith(WARNING) else reporter.say)(note)
 
 
 def _introduce_start(

@@ -94,11 +94,17 @@ def write(path: Path, content: WeightsFile) -> None:
     with replacing(path) as partial:
         mode = partial.stat().st_mode
         if torch is not None:
-            torch.save({name: torch.from_numpy(array) for name, array in tensors.items()}, partial)
+            with partial.open("wb") as file:  # a path's name would be stored in the archive
+                torch.save({name: torch.from_numpy(array) for name, array in tensors.items()}, file)
         else:
             _safetensors(path, "safetensors.numpy").save_file(tensors, partial, metadata=dict(content.metadata))
             partial.chmod(mode)  # the library restricts it to the owner
         with open(partial, "rb+") as file:
+            if torch is None:  # equal contents have equal bytes: the library writes the metadata in random order
+                size = int.from_bytes(file.read(8), "little")
+                header = {**json.loads(file.read(size)), "__metadata__": dict(content.metadata)}
+                file.seek(8)
+                file.write(json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode().ljust(size))
             os.fsync(file.fileno())
 
 

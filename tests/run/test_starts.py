@@ -22,7 +22,7 @@ from hpctrain.config.load import load
 from hpctrain.core import user_code
 from hpctrain.core.errors import ConfigError, DataError, HpctrainError
 from hpctrain.data.convert.common import PictureForm, pack
-from hpctrain.data.image_file import ImageFile, compared_facts, digest_of
+from hpctrain.data.image_file import ImageFile, digest_of
 from hpctrain.data.pictures import picture_facts
 from hpctrain.data.readers import BlockReader
 from hpctrain.data.writer import write_data_file
@@ -35,6 +35,7 @@ from hpctrain.job.same_start import (
     check_same_program,
     check_same_start,
     compare,
+    compared_facts,
     is_trusted,
     package_files,
 )
@@ -302,7 +303,7 @@ def test_a_rank_whose_file_differs_in_one_fact_is_named(inputs: Path, section: s
 
 def test_the_doctor_says_what_a_training_says(inputs: Path) -> None:
     def gathered(paths: Sequence[Path], key: str) -> str:
-        def on_rank(comm: Communicator) -> tuple[str, int]:
+        def on_rank(comm: Communicator) -> tuple[str, int, tuple[str, ...]]:
             place: Any = _Place(comm, load(inputs / "tiny.yaml", [f"{key}={paths[comm.rank]}"])[0])
             return hdf5.gather_same(place)
 
@@ -312,8 +313,9 @@ def test_the_doctor_says_what_a_training_says(inputs: Path) -> None:
     here, other = inputs / "train.h5", inputs / "other-0.h5"
     sentence = "fault: Rank 1 has another data.test than rank 0: 17 images, not 20."
     assert gathered([here, other], "data.test") == sentence
-    assert gathered([here, here], "data.test") == "ok: All ranks have the same 2 data files."
-    assert gathered([here], "data.test") == "ok: Nothing to compare."
+    assert gathered([other, other], "data.test") == "ok: All ranks have the same 2 data files."
+    assert gathered([other], "data.test") == "ok: Nothing to compare."
+    assert gathered([here, here], "data.test").startswith(f"warning: {here} holds the training images")
     weights = [inputs / f"{rank}.pt" for rank in range(2)]
     for path in weights:
         path.write_text(path.name)

@@ -10,7 +10,7 @@ import math
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,7 +18,7 @@ import numpy as np
 
 from hpctrain.core.errors import DataError, errors_as
 from hpctrain.core.files import open_regular
-from hpctrain.data.convert.common import Advance, no_progress, numbered_names, range_up_to, require_memory
+from hpctrain.data.convert.common import Advance, named_labels, no_progress, range_up_to, require_memory
 from hpctrain.data.decoding import scaled
 from hpctrain.data.files import require_file, require_new, system_errors_as
 from hpctrain.data.readers import ValueRange, reason
@@ -31,6 +31,8 @@ _BYTES_AT_ONCE, _MOST_BYTES_OF_CHUNKS = 16 << 20, 256 << 20
 #: names of the arrays of images and of labels that are looked for, in this order
 IMAGES, LABELS = ("x", "images", "data"), ("y", "labels", "targets")
 _LARGEST_BYTE = 255
+#: ranges of floating-point numbers that need no --range and are not stored
+_FLOAT_RANGES: tuple[ValueRange, ...] = ((0.0, 1.0), (0.0, float(_LARGEST_BYTE)))
 
 
 @dataclass(frozen=True)
@@ -162,7 +164,8 @@ def convert(
             or `out` exists.
     """
     require_new(out, overwrite)
-    names = numbered_names(source.labels, source.path, source.classes) if class_names is None else class_names
+    labels, names = named_labels(source.labels, class_names, source.path, source.classes)
+    source = replace(source, labels=labels)
     count, needed = len(source.labels), len(source.labels) * math.prod(source.shape)
     folder = next(folder for folder in out.absolute().parents if folder.is_dir())
     with system_errors_as(f"The data file {out} cannot be written"):
@@ -178,8 +181,7 @@ def convert(
             f"give the values of black and white, such as --range {measured[0]:g} {measured[1]:g}."
         )
     value_range = measured if value_range is None else value_range
-    # Predictions apply the stored range to pictures of 16 bits, which a range of bytes or of floating-point numbers does not fit.
-    stored = value_range if source.images.dtype.kind in "iu" and source.images.dtype.itemsize > 1 else None
+    stored = value_range if source.images.dtype.kind in "iu" or value_range not in _FLOAT_RANGES else None
     write_data_file(out, count, source.shape, names, _chunks(source, value_range, advance), value_range=stored)
 
 
@@ -187,22 +189,26 @@ def _measured(source: ForeignImages) -> ValueRange | None:
     """Return the range of the values of all images; None if they are integers up to 255.
 
     Raises:
-        DataError: some values are negative, floating-point numbers above 255 or integers of more than 16 bits, so that their
-            range is unknown.
+        DataError: some values are negative, integers of more than 16 bits, or floating-point numbers above 1 that are not all
+            whole numbers up to 255, so that their range is unknown.
     """
     dtype = source.images.dtype
     if dtype == np.uint8:
         return None
-    least, most = math.inf, -math.inf
+    least, most, whole = math.inf, -math.inf, True
     for _, values in source.blocks():
         least, most = min(least, float(values.min())), max(most, float(values.max()))
-    if least < 0 or most >= 1 << 16 or (dtype.kind == "f" and most > _LARGEST_BYTE):
+        whole = whole and (dtype.kind != "f" or bool((values == np.rint(values)).all()))
+    is_byte, is_unit = whole and most <= _LARGEST_BYTE, most <= 1
+    if least < 0 or most >= 1 << 16 or (dtype.kind == "f" and not (is_byte or is_unit)):
+        usual = [low_high for low_high in _FLOAT_RANGES if dtype.kind == "f" and least >= 0 and most <= _LARGEST_BYTE]
+        ranges = [f"--range {low:g} {high:g}" for low, high in usual or [(min(0.0, least), max(0.0, most))]]
         raise DataError(
-            f"The images in {source.path} have values from {least:g} to {most:g} ({dtype}), whose range is unknown; give the "
-            f"values of black and white, such as --range {min(0.0, least):g} {max(0.0, most):g}."
+            f"The images in {source.path} have values from {least:.9g} to {most:.9g} ({dtype}), whose range is unknown; give the "
+            f"values of black and white, such as {' or '.join(ranges)}."
         )
     if dtype.kind == "f":
-        return (0.0, 1.0) if most <= 1 else (0.0, float(_LARGEST_BYTE))
+        return _FLOAT_RANGES[0] if is_unit else _FLOAT_RANGES[1]
     return None if most <= _LARGEST_BYTE else range_up_to(most) or (0.0, float((1 << 16) - 1))
 
 

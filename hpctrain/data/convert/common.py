@@ -20,6 +20,7 @@ import numpy as np
 
 from hpctrain.core.errors import DataError
 from hpctrain.core.files import read_bytes
+from hpctrain.core.log import get_logger
 from hpctrain.core.text import counted, escaped
 from hpctrain.data import decoding
 from hpctrain.data.decoding import Fit, decode, deep_maximum, read_picture
@@ -51,28 +52,45 @@ def default_threads() -> int:
     return min(cores, whole_quota() or cores)
 
 
-def numbered_names(labels: np.ndarray, origin: object, classes: int = 1) -> list[str]:
-    """Return the class names "0", "1", ... for labels without names.
+def named_labels(
+    labels: np.ndarray, names: Sequence[str] | None, origin: object, classes: int = 1
+) -> tuple[np.ndarray, Sequence[str]]:
+    """Return the class of each label, and the class names.
+
+    Labels are indices of the names. If all names are numbers, each label means the class with this number as its name.
 
     Args:
+        names: names of the classes; None: "0", "1", ...
         origin: file of the labels, for messages.
-        classes: minimum number of classes.
+        classes: minimum number of classes without names.
 
     Raises:
-        DataError: a value between 0 and the largest label has no sample, so the number of classes is unknown; or a label is too
-            large to be a class.
+        DataError: names are numbers other than their indices, and a label is none of them; or, without names, a value between 0
+            and the largest label has no sample, so the number of classes is unknown, or a label is too large to be a class.
     """
-    largest = max(classes - 1, int(labels.max())) if labels.size else classes - 1
+    used = np.unique(labels)
+    if names is not None:
+        index_of = {int(name): index for index, name in enumerate(names) if name.isdecimal()}
+        if all(number == index for number, index in index_of.items()):
+            return labels, names
+        unclear = [label for label in used.tolist() if label not in index_of or len(index_of) < len(names)]
+        if unclear:
+            raise DataError(
+                f"The class of label {unclear[0]} in {origin} is uncertain, as class names are numbers other than their indices; "
+                "renumber the labels, or give class names in the order of the labels."
+            )
+        return np.array([index_of[label] for label in used.tolist()], np.int64)[np.searchsorted(used, labels)], names
+    largest = max(classes - 1, int(used[-1])) if used.size else classes - 1
     if largest >= _MOST_CLASSES:
         raise DataError(f"The largest label is {largest} in {origin}; labels without names must be below {_MOST_CLASSES}.")
-    used = np.unique(labels[labels >= 0])
+    used = used[used >= 0]
     if used.size and used.size <= largest:
         first = next(value for value in range(largest + 1) if value >= used.size or used[value] != value)
         raise DataError(
             f"The labels in {origin} have {used.size} values from {int(used[0])} to {int(used[-1])}, but none is {first}; name "
             f"all {largest + 1} classes in --class-names, or renumber the labels from 0 to {used.size - 1}."
         )
-    return [str(label) for label in range(largest + 1)]
+    return labels, [str(label) for label in range(largest + 1)]
 
 
 def require_memory(count: int, origin: object) -> None:
@@ -298,6 +316,8 @@ def measured_range(
     """
     maxima = list(in_order(lambda item: deep_maximum(read(item), max_pixels), items, threads))
     most = max(maxima, default=0)
+    if most > 0 and (bytes_only := maxima.count(0)):
+        get_logger(__name__).warning("%s of 8 bits among deeper ones: not scaled", counted(bytes_only, "picture"))
     measured = range_up_to(most) if most > 0 else None
     if measured is not None and min(maxima) < 0:
         raise DataError(

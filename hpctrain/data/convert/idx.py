@@ -13,7 +13,7 @@ import numpy as np
 
 from hpctrain.core.errors import DataError
 from hpctrain.core.files import open_regular
-from hpctrain.data.convert.common import Advance, no_progress, numbered_names, require_memory, slices
+from hpctrain.data.convert.common import Advance, named_labels, no_progress, require_memory, slices
 from hpctrain.data.files import require_file, require_new, system_errors_as
 from hpctrain.data.writer import write_data_file
 
@@ -127,6 +127,6 @@ def write(
     if len(pixels) != len(targets):
         raise DataError(f"{origin} hold {len(pixels):,} images and {len(targets):,} labels; the numbers must be equal.")
     pixels = pixels if pixels.ndim == 4 else pixels[..., None]
-    names = numbered_names(targets, origin) if class_names is None else class_names
+    classes, names = named_labels(targets.astype(np.int64), class_names, origin)
     height, width, channels = pixels.shape[1:4]
-    write_data_file(out, len(pixels), (height, width, channels), names, slices(pixels, targets.astype(np.int64), advance))
+    write_data_file(out, len(pixels), (height, width, channels), names, slices(pixels, classes, advance))

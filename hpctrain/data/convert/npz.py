@@ -22,8 +22,8 @@ from hpctrain.data.convert.common import (
     default_threads,
     in_order,
     measured_range,
+    named_labels,
     no_progress,
-    numbered_names,
     pack,
     require_memory,
 )
@@ -119,10 +119,11 @@ def convert(
     """
     require_new(out, overwrite)
     packed = load(source) if isinstance(source, Path) else source
-    path, labels = packed.path, packed.labels[:limit]
-    if not labels.size:
+    path = packed.path
+    if not packed.labels[:limit].size:
         raise DataError(f"{path} holds no images; at least one is needed.")
-    names = numbered_names(packed.labels, path) if class_names is None else class_names
+    labels, names = named_labels(packed.labels, class_names, path)
+    labels = labels[:limit]
     threads = default_threads() if threads is None else threads
     if value_range is None and measures:
         value_range = measured_range(packed.content, range(len(labels)), threads, max_pixels)

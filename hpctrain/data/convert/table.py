@@ -13,7 +13,7 @@ import numpy as np
 from hpctrain.core.errors import DataError
 from hpctrain.core.files import read_bytes
 from hpctrain.core.text import choices, counted
-from hpctrain.data.convert.common import listed, numbered_names
+from hpctrain.data.convert.common import listed, named_labels
 from hpctrain.data.convert.folder import Tree
 from hpctrain.data.files import require_file, system_errors_as
 from hpctrain.data.image_file import normal_name
@@ -54,20 +54,19 @@ def scan(
     if not faults and not files:
         raise DataError(f"{table} has a header, but no line with a picture; add one for each picture.")
     numbers = _numbers(labels)
-    if class_names is None:
-        names = sorted(set(labels)) if numbers is None else numbered_names(np.array(numbers), table)
+    names: Sequence[str] = [normal_name(name) for name in (sorted(set(labels)) if class_names is None else class_names)]
+    if numbers is not None and (class_names is None or not set(labels) <= set(names)):
+        meant, names = named_labels(np.array(numbers), None if class_names is None else names, table)
+        chosen = meant.tolist()
     else:
-        names = [normal_name(name) for name in class_names]
-    label_of = {name: number for number, name in enumerate(names)}
-    by_number = numbers is not None and not set(labels) <= set(names)
-    for (line, _), label in zip(files, labels, strict=True):
-        known = 0 <= int(label) < len(names) if by_number else label in label_of
-        if not known:
+        label_of = {name: number for number, name in enumerate(names)}
+        chosen = [label_of.get(label, -1) for label in labels]
+    for (line, _), label, number in zip(files, labels, chosen, strict=True):
+        if not 0 <= number < len(names):
             faults.append((line, f"there is no class {label!r}"))
     if faults:
         lines = [f"line {line}: {fault}" for line, fault in sorted(faults)]
         raise DataError(f"{table} has {listed('wrong line', lines)}; correct them.")
-    chosen = [int(label) if by_number else label_of[label] for label in labels]
     labelled = tuple((path, label) for (_, path), label in zip(files, chosen, strict=True))
     return Tree(tuple(names), labelled, class_names is not None)
 

@@ -335,7 +335,7 @@ DEEP = IMAGES.astype(np.uint16) * 16  # up to 4,080, as in 12 bits
         (IMAGES.astype(np.float64), None, IMAGES, None),
         (DEEP, None, np.rint(DEEP * (255 / 4095)), (0.0, 4095.0)),
         (DEEP.astype(np.int16), (0.0, 4080.0), IMAGES, (0.0, 4080.0)),
-        (IMAGES / 255 * 2 - 1, (-1.0, 1.0), IMAGES, None),
+        (IMAGES / 255 * 2 - 1, (-1.0, 1.0), IMAGES, (-1.0, 1.0)),
         (IMAGES / 100.0, (0.0, 1.0), np.rint(np.clip(IMAGES / 100, 0, 1) * 255), None),
     ],
 )
@@ -353,7 +353,7 @@ def test_arrays_of_every_form_and_range(tmp_path, images, value_range, wanted, s
         assert file.value_range == stored
 
 
-def test_bytes_have_no_stored_range(tmp_path):
+def test_the_range_of_bytes_is_not_inherited(tmp_path):
     """Bytes do not become nearly black as test set of 12-bit data. Pictures do not inherit the range of bytes."""
     np.savez(tmp_path / "deep.npz", x=DEEP, y=LABELS)
     np.savez(tmp_path / "bytes.npz", x=IMAGES, y=LABELS)
@@ -362,9 +362,11 @@ def test_bytes_have_no_stored_range(tmp_path):
         result = CliRunner().invoke(data, ["convert", "arrays", *files, *words])
         assert result.exit_code == 0, result.output
     assert np.array_equal(ImageFile.open(tmp_path / "bytes.h5").images, IMAGES)
-    arrays.convert(arrays.opened(tmp_path / "bytes.npz"), tmp_path / "wide.h5", value_range=(0.0, 510.0))
-    wide = ImageFile.open(tmp_path / "wide.h5")
-    assert (wide.value_range, wide.images[:].max()) == (None, np.rint(IMAGES.max() / 2))
+    arrays.convert(arrays.opened(tmp_path / "bytes.npz"), tmp_path / "half.h5", value_range=(0.0, 127.5))
+    assert ImageFile.open(tmp_path / "half.h5").value_range == (0.0, 127.5)
+    files = str(tmp_path / "deep.npz"), str(tmp_path / "new.h5")
+    result = CliRunner().invoke(data, ["convert", "arrays", *files, "--class-names", str(tmp_path / "half.h5")])
+    assert "has no range for them" in result.output
 
 
 def test_arrays_that_are_missing_are_named(tmp_path):

@@ -107,14 +107,14 @@ def test_names_are_read_from_regular_files_of_a_bounded_size(tmp_path):
 )
 def test_labels_that_do_not_say_how_many_classes_there_are_need_names(labels, sentence):
     with pytest.raises(DataError, match=sentence):
-        common.numbered_names(np.array(labels), "a file")
+        common.named_labels(np.array(labels), None, "a file")
 
 
 def test_labels_without_a_gap_are_named_by_number():
-    assert common.numbered_names(np.array([2, 0, 1, 0]), "a file") == ["0", "1", "2"]
-    assert common.numbered_names(np.array([1, 0]), "a file", 2) == ["0", "1"]
+    assert common.named_labels(np.array([2, 0, 1, 0]), None, "a file")[1] == ["0", "1", "2"]
+    assert common.named_labels(np.array([1, 0]), None, "a file", 2)[1] == ["0", "1"]
     with pytest.raises(DataError, match="none is 2"):
-        common.numbered_names(np.array([1, 0]), "a file", 3)
+        common.named_labels(np.array([1, 0]), None, "a file", 3)
 
 
 def test_a_terminal_receives_no_advice():
