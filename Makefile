@@ -20,7 +20,7 @@
 # make slurm    how the job script's ranks are bound, on a Slurm of two nodes that it brings up here (as root); a minute
 # make signals  trainings under SIGNALS (10,000) signals of each kind in each of 8 settings: no crash, no bit changed; an hour or two
 # make faults   faults put into small jobs, how each ends and who names it, and 200 trainings killed and resumed (half an hour)
-# make perf     the speed of the working tree against that of the commit BASE (HEAD~1), in turn; a quiet machine; 7 minutes
+# make perf     the speed of the working tree against that of the commit BASE (HEAD~1), in turn; a quiet machine; 8 minutes
 # make gpu-plans   a plan of cuDNN for every convolution of every model on an H100 and an A100; needs no GPU, installs 1.5 GB
 # make gpu-floor   bytes, FLOP, launches and predicted time of ResNet-50 on a GPU: arithmetic, needs no GPU
 # make gpu-check   checks and measurements that need a GPU, in at most 9 minutes; results in GPU_OUT (gpu-check)

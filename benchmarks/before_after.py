@@ -1,12 +1,14 @@
 """Compare the speed of the working tree with that of a commit, in turn on one machine: `make perf`.
 
-    python -m benchmarks.before_after                  # against HEAD~1: eight networks, 1 and 2 threads, two averaging jobs
+    python -m benchmarks.before_after                  # against HEAD~1: eight networks, 1 and 2 threads, two jobs, `busy`
     python -m benchmarks.before_after --base v0.1.0 --only resnet34-48 averaging --rounds 15
 
 The commit is checked out into a temporary directory. Each tree trains in a process of its own that sleeps during the turns of the
 other one. One thread is measured in CPU time, several threads in wall time on a quiet machine. A ratio divides the time of the
 commit by that of the working tree in the same round. A ratio above 1 means that the working tree is faster. The table shows
 medians with 95 % bootstrap intervals. All rounds are written to --out.
+
+`busy` trains two of the networks with two threads next to one busy thread of another program, which this program starts and ends.
 
 The averaging job `links` trains on two hosts with links of 1.5 Gb/s (benchmarks/lab.py). Its line also shows the limit of a step
 divided by the step of each tree, as in benchmarks/overlap_report.py. It needs root and is skipped elsewhere.
@@ -22,7 +24,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -35,7 +37,8 @@ from hpctrain.storage.atomic_write import write_json
 
 _TOP = Path(__file__).parents[1]
 BASE, NOW = "base", "now"
-AVERAGING, LINKS = "averaging", "links"
+AVERAGING, LINKS, BUSY = "averaging", "links", "busy"
+_BUSY_NETS, _BUSY_STEPS, _BUSY_SECONDS = ("small-28", "resnet20-32"), 6, 300
 _LINKS_ROUNDS = 3  # of a job
 _JOB_STEPS = 60
 _JOB_TIMEOUT_SECONDS = 300
@@ -101,6 +104,19 @@ def environment_of(tree: Path, threads: int) -> dict[str, str]:
     return environment
 
 
+@contextmanager
+def busy_threads(count: int, seconds: float = _BUSY_SECONDS) -> Iterator[None]:
+    """Keep `count` threads of other programs busy inside the block, for at most `seconds`."""
+    loop = f"import time\nend = time.monotonic() + {seconds}\nwhile time.monotonic() < end:\n    sum(range(10000))"
+    others = [subprocess.Popen([sys.executable, "-S", "-c", loop]) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for other in others:
+            other.kill()
+            other.wait()
+
+
 def engine_rounds(net: Net, trees: Mapping[str, Path], threads: int, rounds: int) -> dict[str, list[float]]:
     """Return the seconds of a step in each round, by tree."""
     settings = {"model": net.model, "batch": net.batch, "pixels": net.pixels, "options": {}, "backend": "onednn"}
@@ -159,12 +175,12 @@ def _links_job(tree: Path, environment: Mapping[str, str]) -> Analysis:
 
 def line(name: str, threads: int, seconds: Mapping[str, Sequence[float]]) -> str:
     """Return a line of the table."""
-    return f"{name:14} {threads:7}  {1e3 * median(seconds[NOW]):10.2f}  {ratio(seconds[BASE], seconds[NOW])}"
+    return f"{name:16} {threads:7}  {1e3 * median(seconds[NOW]):10.2f}  {ratio(seconds[BASE], seconds[NOW])}"
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line."""
-    names = [*NETS, AVERAGING, LINKS]
+    names = [*NETS, AVERAGING, LINKS, BUSY]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--base", default="HEAD~1", help="commit to compare with (default HEAD~1)")
     parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="NAME", help=f"of {', '.join(names)}")
@@ -178,12 +194,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, and print the table."""
     chosen = parse(arguments)
     content: dict[str, Any] = {"machine": machine_facts(), "base": chosen.base, "runs": []}
-    print(f"{'network':14} {'threads':>7}  {'ms per step':>11}  base / now")
+    print(f"{'network':16} {'threads':>7}  {'ms per step':>11}  base / now")
     with checked_out(chosen.base) as base:
         trees = {BASE: base, NOW: _TOP}
         for name in chosen.only:
             if name == LINKS and (reason := missing()) is not None:
-                print(f"{name:14} skipped: {reason}")
+                print(f"{name:16} skipped: {reason}")
+                continue
+            if name == BUSY:
+                for busy in _BUSY_NETS:
+                    with busy_threads(1):
+                        net = replace(NETS[busy], steps=min(NETS[busy].steps, _BUSY_STEPS))
+                        seconds = engine_rounds(net, trees, 2, chosen.rounds)
+                    _keep(content, chosen.out, f"{busy} busy", 2, seconds)
                 continue
             for threads in chosen.threads if name in NETS else [1]:
                 after = ""
@@ -194,11 +217,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     after = f"; limit / step {median(shares[BASE]):.3f} -> {median(shares[NOW]):.3f}"
                 else:
                     seconds = engine_rounds(NETS[name], trees, threads, chosen.rounds)
-                content["runs"].append({"name": name, "threads": threads, "seconds": seconds})
-                print(f"{line(name, threads, seconds)}{after}", flush=True)
-                if chosen.out is not None:
-                    write_json(chosen.out, content)
+                _keep(content, chosen.out, name, threads, seconds, after)
     return 0
+
+
+def _keep(
+    content: dict[str, Any], out: Path | None, name: str, threads: int, seconds: Mapping[str, Sequence[float]], after: str = ""
+) -> None:
+    """Print a line of the table, and write all rounds so far."""
+    content["runs"].append({"name": name, "threads": threads, "seconds": seconds})
+    print(f"{line(name, threads, seconds)}{after}", flush=True)
+    if out is not None:
+        write_json(out, content)
 
 
 if __name__ == "__main__":

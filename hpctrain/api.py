@@ -52,7 +52,7 @@ from hpctrain.core.yaml_source import Source
 from hpctrain.flight.recorder import FlightRecorder
 from hpctrain.job import flight_records
 from hpctrain.job.same_start import check_same_program
-from hpctrain.job.session import Session, StartedJob, on_grid
+from hpctrain.job.session import Session, StartedJob, busy_node, on_grid
 from hpctrain.launch.launcher import detect
 from hpctrain.launch.process_end import STOPPED
 from hpctrain.launch.signals import SignalWatch, deliver_again, taken_signals
@@ -184,7 +184,10 @@ def _started(process: JobProcess, asked: _Asked, watch: SignalWatch | None) -> J
     if world.size > 1:
         check_same_program(world, asked.facts(), _program(), leads_node=not launcher.local_rank)
     asked.check(watch)
-    plan = raise_on_all_ranks(world, lambda: set_threads(launcher, None if asked.threads is None else int(asked.threads)))
+    threads = None if asked.threads is None else int(asked.threads)
+    plan = raise_on_all_ranks(world, lambda: set_threads(launcher, threads, measures=True))
+    if (busy := busy_node(world, plan.load)) and world.rank == 0:
+        _log.warning(busy)
     best, rows, cols = None, int(asked.rows), asked.cols
     if asked.automatic is not None:
         best = asked.automatic.best(StartedJob(world, plan.threads, asked.deadline_seconds), asked.batch)

@@ -6,6 +6,7 @@ import ast
 import importlib
 import inspect
 import json
+import os
 import subprocess
 import sys
 import traceback
@@ -26,7 +27,7 @@ from hpctrain.data.sampler import Mixing
 from hpctrain.data.writer import write_data_file
 from hpctrain.job.session import StartedJob
 from hpctrain.launch.launcher import Launcher
-from hpctrain.launch.threads import set_threads
+from hpctrain.launch.threads import NodeLoad, set_threads
 from hpctrain.nn.layers import Layer, lowered
 from hpctrain.optim.base import Optimizer
 from hpctrain.optim.schedules import LearningRateSchedule
@@ -201,6 +202,43 @@ def test_what_start_cannot_use_is_refused(given: dict[str, Any], sentence: str, 
         pytest.fail("the block has begun")
     assert left.value.code == 2
     assert sentence in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("alone_without_a_launcher")
+@pytest.mark.parametrize("others", [0, 1])
+def test_start_reports_a_busy_machine_once(
+    others: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The Python API warns with the sentence of the command `train`."""
+    load = NodeLoad(others, 1, 2, 2)
+    monkeypatch.setattr("hpctrain.launch.threads.node_load", lambda launcher, threads: load)
+    with hpctrain.start(batch=8):
+        pass
+    assert capsys.readouterr().err.count("busy machine: ") == others
+
+
+_SPINNING = {"none": ({}, "30000"), "count": ({"GOMP_SPINCOUNT": "7"}, "7"), "policy": ({"OMP_WAIT_POLICY": "passive"}, "0")}
+
+
+@pytest.mark.job
+@pytest.mark.parametrize("users", _SPINNING)
+def test_threads_of_a_team_wait_for_a_limited_time(users: str, tmp_path: Path) -> None:
+    """OpenMP's library reads the number of spins when it is loaded; a value that the user has set wins."""
+    variables, spins = _SPINNING[users]
+    clean = {name: value for name, value in os.environ.items() if name not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
+    (tmp_path / "program.py").write_text(
+        "import hpctrain\nwith hpctrain.start(batch=8) as job:\n    job.replica(hpctrain.model('small'), (28, 28, 1))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, str(tmp_path / "program.py")],
+        env={**clean, **variables, "OMP_DISPLAY_ENV": "verbose", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    if "GOMP_SPINCOUNT" not in done.stderr:
+        pytest.skip("this machine has no oneDNN, or another OpenMP than GNU's")
+    assert f"GOMP_SPINCOUNT = '{spins}'" in done.stderr
 
 
 @pytest.mark.usefixtures("alone_without_a_launcher")

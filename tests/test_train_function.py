@@ -19,6 +19,7 @@ import pytest
 
 import hpctrain
 from hpctrain.core.errors import ConfigError
+from hpctrain.launch.threads import NodeLoad
 from hpctrain.runs import directory
 from hpctrain.storage import checkpoint
 from hpctrain.training.trainer import Trainer
@@ -176,8 +177,14 @@ def test_a_finished_run_trains_for_more_epochs_at_a_rate_that_it_names(
     assert last.history[-1]["lr"] == 0.001
 
 
-def test_without_progress_nothing_is_printed_but_warnings(config: dict[str, Any], capfd: pytest.CaptureFixture[str]) -> None:
-    """A quiet training prints no lines of the start, of epochs or of the end."""
+def test_without_progress_nothing_is_printed_but_warnings(
+    config: dict[str, Any], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A quiet training prints no lines of the start, of epochs or of the end, but a busy machine."""
+    others = [0]
+    monkeypatch.setattr(
+        "hpctrain.launch.threads.node_load", lambda launcher, threads: NodeLoad(others[-1], launcher.local_size or 1, threads, 1)
+    )
     config["schedule"] = PLATEAU
     stopped = hpctrain.train(config, style="none", steps=2)
     result = hpctrain.train(config, style="none", resume=stopped.directory)
@@ -186,6 +193,11 @@ def test_without_progress_nothing_is_printed_but_warnings(config: dict[str, Any]
     skipping = {"optimizer.lr": 1e38, "on_nonfinite": "skip", "model.dropout": 0.0}
     hpctrain.train(config, style="none", steps=4, **skipping)
     assert all("skipped" in line for line in whole_lines(capfd.readouterr().out).splitlines())
+    others.append(3)
+    hpctrain.train(config, style="none", steps=1)
+    assert whole_lines(capfd.readouterr().out).startswith(
+        "busy machine: 3 threads of other programs run here, next to 1 of this job"
+    )
 
 
 @pytest.mark.parametrize(("steps", "near"), [(1.5, 2), (-1, 0), (True, 1), ("3", 3), (2.0, 2), (np.arange(2), 0)])

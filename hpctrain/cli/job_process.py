@@ -30,7 +30,7 @@ from hpctrain.launch.launcher import Launcher, detect, lone_fault
 from hpctrain.launch.process_end import End
 from hpctrain.launch.process_start import forgive_writes
 from hpctrain.launch.signals import SignalWatch
-from hpctrain.launch.threads import ThreadPlan, check_fork, node_load, set_threads
+from hpctrain.launch.threads import ThreadPlan, check_fork, set_threads
 from hpctrain.version import __version__
 
 if TYPE_CHECKING:
@@ -316,9 +316,7 @@ class ConfiguredProcess(JobProcess):
 
     def _checked(self, config: Config, source: Source) -> tuple[Config, ThreadPlan]:
         """Set the threads; return them with the checked configuration, all defaults filled in."""
-        threads = set_threads(self.launcher, None if config.threads == "auto" else config.threads)
-        if not self.launcher.local_rank:
-            threads = replace(threads, load=node_load(self.launcher, threads.threads))
+        threads = set_threads(self.launcher, None if config.threads == "auto" else config.threads, measures=True)
         from hpctrain.config.checks import check_names
         from hpctrain.config.options import filled
 

@@ -7,7 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Iterable, MutableMapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hpctrain.core.errors import LaunchError
@@ -19,6 +19,10 @@ from hpctrain.launch.processes import launcher_process
 _VARIABLE = "OMP_NUM_THREADS"
 #: environment variables in which thread pools read their number of threads
 VARIABLES = (_VARIABLE, "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
+#: number of times that a thread of GNU OpenMP looks for work before it sleeps, and the variables with which a user sets it.
+#: OpenMP's default, 300,000, takes longer than a time slice: next to busy programs, a team then waits for a thread whose core is
+#: taken by a waiting thread. 30,000 take about a millisecond, more than the pauses between kernels.
+_SPINS, _SPIN_VARIABLES = "30000", ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
 _SLURM_CPUS = "SLURM_CPUS_PER_TASK"
 _TOPOLOGY = Path("/sys/devices/system/cpu")
 #: processes, this one or those from which it was forked, in which hpctrain has started MPI or several threads
@@ -42,7 +46,7 @@ class ThreadPlan:
         threads: size of every library's thread pool.
         cores: number of physical cores that this rank does not share; 1 if ranks outnumber them.
         reason: origin of the number, in words.
-        load: load of the node when its first rank started; None on other ranks, or if it is unknown.
+        load: load of the node when its first rank started; None on other ranks, if it is unknown, or if it was not measured.
     """
 
     threads: int
@@ -55,13 +59,16 @@ class ThreadPlan:
         return f"{counted(self.threads, 'thread')} per rank{slow} ({self.reason})"
 
 
-def set_threads(launcher: Launcher, requested: int | None, environ: MutableMapping[str, str] = os.environ) -> ThreadPlan:
+def set_threads(
+    launcher: Launcher, requested: int | None, environ: MutableMapping[str, str] = os.environ, *, measures: bool = False
+) -> ThreadPlan:
     """Choose the number of threads, and set the environment variables that thread pools read when they start.
 
     Args:
         launcher: result of `detect`.
         requested: number from the configuration; None: OMP_NUM_THREADS if it is set, otherwise the rank's cores.
         environ: environment; changed in place.
+        measures: whether the first rank of a node measures the node's load.
 
     Raises:
         LaunchError: more threads are requested than there are CPUs on which the rank may run, or OMP_NUM_THREADS is no number.
@@ -81,11 +88,13 @@ def set_threads(launcher: Launcher, requested: int | None, environ: MutableMappi
         else:
             environ.setdefault(variable, str(plan.threads))
     _started_in.update([os.getpid()] if launcher.starts_mpi or plan.threads > 1 else [])
+    if not any(variable in environ for variable in _SPIN_VARIABLES):
+        environ[_SPIN_VARIABLES[0]] = _SPINS
     if "numpy" in sys.modules:  # its pools have started and no longer read the environment
         from threadpoolctl import threadpool_limits
 
         threadpool_limits(limits=plan.threads)
-    return plan
+    return replace(plan, load=node_load(launcher, plan.threads)) if measures and not launcher.local_rank else plan
 
 
 def _requested(name: str, text: str, threads: int | None, cores: int, how: str) -> ThreadPlan:

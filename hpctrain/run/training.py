@@ -544,7 +544,7 @@ def _introduce(session: Session, setup: TrainingSetup, reporter: Reporter, notes
     if session.launcher.starts_mpi:
         reporter.say(cores)
     if busy:
-        reporter.say(busy)
+        reporter.warn(busy)
     reporter.say(f"kernels {setup.backend.description}; averager {config.averager.name}")
     reporter.say(
         f"model {config.model.name}: {count:,} parameters, {flops / 1e6:,.1f} MFLOP forward per image of {network.image_shape}"

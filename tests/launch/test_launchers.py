@@ -304,6 +304,16 @@ def test_a_single_process_takes_all_cores() -> None:
     assert str(plan).startswith(f"{CORES} thread")
 
 
+def test_a_team_spins_for_a_limited_time_unless_the_user_decides() -> None:
+    for chosen in ({}, {"GOMP_SPINCOUNT": "5"}, {"OMP_WAIT_POLICY": "active"}):
+        environ = dict(chosen)
+        set_threads(ALONE, 1, environ)
+        assert {name: environ.get(name) for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")} == {
+            "GOMP_SPINCOUNT": None if "OMP_WAIT_POLICY" in chosen else chosen.get("GOMP_SPINCOUNT", "30000"),
+            "OMP_WAIT_POLICY": chosen.get("OMP_WAIT_POLICY"),
+        }
+
+
 def test_more_ranks_than_cores_have_one_thread_each() -> None:
     assert set_threads(SHARED, None, {}).threads == 1
 
