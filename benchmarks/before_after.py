@@ -38,7 +38,7 @@ from hpctrain.storage.atomic_write import write_json
 _TOP = Path(__file__).parents[1]
 BASE, NOW = "base", "now"
 AVERAGING, LINKS, BUSY = "averaging", "links", "busy"
-_BUSY_NETS, _BUSY_STEPS, _BUSY_SECONDS = ("small-28", "resnet20-32"), 6, 300
+_BUSY_NETS, _BUSY_SECONDS = ("small-28", "resnet20-32"), 300
 _LINKS_ROUNDS = 3  # of a job
 _JOB_STEPS = 60
 _JOB_TIMEOUT_SECONDS = 300
@@ -204,7 +204,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if name == BUSY:
                 for busy in _BUSY_NETS:
                     with busy_threads(1):
-                        net = replace(NETS[busy], steps=min(NETS[busy].steps, _BUSY_STEPS))
+                        net = replace(NETS[busy], steps=max(1, NETS[busy].steps // 10))
                         seconds = engine_rounds(net, trees, 2, chosen.rounds)
                     _keep(content, chosen.out, f"{busy} busy", 2, seconds)
                 continue
