@@ -217,17 +217,19 @@ def test_start_reports_a_busy_machine_once(
     assert capsys.readouterr().err.count("busy machine: ") == others
 
 
-_SPINNING = {"none": ({}, "30000"), "count": ({"GOMP_SPINCOUNT": "7"}, "7"), "policy": ({"OMP_WAIT_POLICY": "passive"}, "0")}
+_SPINNING = {"none": ({}, "1000"), "count": ({"GOMP_SPINCOUNT": "7"}, "7"), "policy": ({"OMP_WAIT_POLICY": "passive"}, "0")}
 
 
 @pytest.mark.job
 @pytest.mark.parametrize("users", _SPINNING)
-def test_threads_of_a_team_wait_for_a_limited_time(users: str, tmp_path: Path) -> None:
+def test_threads_of_a_team_sleep_early_on_a_busy_node(users: str, tmp_path: Path) -> None:
     """OpenMP's library reads the number of spins when it is loaded; a value that the user has set wins."""
     variables, spins = _SPINNING[users]
     clean = {name: value for name, value in os.environ.items() if name not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
     (tmp_path / "program.py").write_text(
-        "import hpctrain\nwith hpctrain.start(batch=8) as job:\n    job.replica(hpctrain.model('small'), (28, 28, 1))\n"
+        "import hpctrain\nfrom hpctrain.launch import threads\n"
+        "threads.node_load = lambda launcher, number: threads.NodeLoad(3, 1, number, 2)\n"
+        "with hpctrain.start(batch=8) as job:\n    job.replica(hpctrain.model('small'), (28, 28, 1))\n"
     )
     done = subprocess.run(
         [sys.executable, str(tmp_path / "program.py")],

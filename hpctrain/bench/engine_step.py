@@ -21,8 +21,6 @@ from hpctrain.backend.operators import CapturesWork, StepContext
 from hpctrain.bench.interleaved import Turn
 from hpctrain.core.errors import ConfigError
 from hpctrain.launch.control_groups import peak_resident_bytes
-from hpctrain.launch.launcher import Launcher
-from hpctrain.launch.threads import set_threads
 from hpctrain.models import catalogue
 from hpctrain.nn.compile.steps import SelfMade
 from hpctrain.nn.network import Network
@@ -293,7 +291,6 @@ def serve(step: EngineStep, requests: IO[str]) -> None:
 def main(arguments: list[str]) -> int:
     """Serve steps of the workload that the first argument describes in JSON, and return the exit code."""
     settings = json.loads(arguments[0])
-    set_threads(Launcher("none"), None)  # as a training sets the variables that oneDNN's threads read
     task = workload(settings["model"], settings["batch"], settings["pixels"], settings["options"])
     step = EngineStep(task, settings["backend"], precision=settings.get("precision", "float32"))
     facts = {"version": step.backend, "parameters": step.parameters, "arena_bytes": step.program.activation_bytes}

@@ -19,10 +19,10 @@ from hpctrain.launch.processes import launcher_process
 _VARIABLE = "OMP_NUM_THREADS"
 #: environment variables in which thread pools read their number of threads
 VARIABLES = (_VARIABLE, "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
-#: number of times that a thread of GNU OpenMP looks for work before it sleeps, and the variables with which a user sets it.
-#: OpenMP's default, 300,000, takes longer than a time slice: next to busy programs, a team then waits for a thread whose core is
-#: taken by a waiting thread. 30,000 take about a millisecond, more than the pauses between kernels.
-_SPINS, _SPIN_VARIABLES = "30000", ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
+#: number of times that a thread of GNU OpenMP looks for work before it sleeps if the node is busy, and the variables with which a
+#: user sets it. OpenMP's default, 300,000, takes longer than a time slice: a team then waits for a thread whose core is taken by
+#: a waiting thread. On a quiet node a thread that sleeps starts to work later.
+_SPINS, _SPIN_VARIABLES = "1000", ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
 _SLURM_CPUS = "SLURM_CPUS_PER_TASK"
 _TOPOLOGY = Path("/sys/devices/system/cpu")
 #: processes, this one or those from which it was forked, in which hpctrain has started MPI or several threads
@@ -68,7 +68,7 @@ def set_threads(
         launcher: result of `detect`.
         requested: number from the configuration; None: OMP_NUM_THREADS if it is set, otherwise the rank's cores.
         environ: environment; changed in place.
-        measures: whether the first rank of a node measures the node's load.
+        measures: whether the first rank of a node measures the node's load, and lets its threads sleep earlier on a busy node.
 
     Raises:
         LaunchError: more threads are requested than there are CPUs on which the rank may run, or OMP_NUM_THREADS is no number.
@@ -88,13 +88,14 @@ def set_threads(
         else:
             environ.setdefault(variable, str(plan.threads))
     _started_in.update([os.getpid()] if launcher.starts_mpi or plan.threads > 1 else [])
-    if not any(variable in environ for variable in _SPIN_VARIABLES):
+    load = node_load(launcher, plan.threads) if measures and not launcher.local_rank else None
+    if load is not None and load.is_busy and not any(variable in environ for variable in _SPIN_VARIABLES):
         environ[_SPIN_VARIABLES[0]] = _SPINS
     if "numpy" in sys.modules:  # its pools have started and no longer read the environment
         from threadpoolctl import threadpool_limits
 
         threadpool_limits(limits=plan.threads)
-    return replace(plan, load=node_load(launcher, plan.threads)) if measures and not launcher.local_rank else plan
+    return replace(plan, load=load)
 
 
 def _requested(name: str, text: str, threads: int | None, cores: int, how: str) -> ThreadPlan:

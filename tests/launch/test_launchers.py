@@ -23,7 +23,7 @@ from hpctrain.launch.launcher import (
     without_launcher,
 )
 from hpctrain.launch.supervisor import TrainCommand
-from hpctrain.launch.threads import node_load, outnumbers_cores, physical_cores, rank_cores, set_threads, usable_cores
+from hpctrain.launch.threads import NodeLoad, node_load, outnumbers_cores, physical_cores, rank_cores, set_threads, usable_cores
 from tests.support.jobs import Outcome, find_mpiexec, run_job
 
 HYDRA = {"PMI_RANK": "5", "PMI_SIZE": "8", "MPI_LOCALNRANKS": "4", "MPI_LOCALRANKID": "1"}
@@ -304,14 +304,14 @@ def test_a_single_process_takes_all_cores() -> None:
     assert str(plan).startswith(f"{CORES} thread")
 
 
-def test_a_team_spins_for_a_limited_time_unless_the_user_decides() -> None:
+@pytest.mark.parametrize("others", [0, 3])
+def test_a_team_sleeps_early_on_a_busy_node_unless_the_user_decides(others: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hpctrain.launch.threads.node_load", lambda launcher, threads: NodeLoad(others, 1, threads, 2))
     for chosen in ({}, {"GOMP_SPINCOUNT": "5"}, {"OMP_WAIT_POLICY": "active"}):
         environ = dict(chosen)
-        set_threads(ALONE, 1, environ)
-        assert {name: environ.get(name) for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")} == {
-            "GOMP_SPINCOUNT": None if "OMP_WAIT_POLICY" in chosen else chosen.get("GOMP_SPINCOUNT", "30000"),
-            "OMP_WAIT_POLICY": chosen.get("OMP_WAIT_POLICY"),
-        }
+        set_threads(ALONE, 1, environ, measures=True)
+        found = {name: environ[name] for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY") if name in environ}
+        assert found == (chosen or ({"GOMP_SPINCOUNT": "1000"} if others else {}))
 
 
 def test_more_ranks_than_cores_have_one_thread_each() -> None:
