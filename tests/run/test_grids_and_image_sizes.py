@@ -34,7 +34,7 @@ from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
 from hpctrain.run.build import build
 from hpctrain.run.python_job import check_shape, mixing_of
 from hpctrain.run.smoke import EPOCHS, SIDE, STEPS, recipe_images, remove_run, short_schedule, shortened
-from hpctrain.training.passes import micro_batches_of
+from hpctrain.training.passes import StatisticsSharing, micro_batches_of
 from tests.support import nets
 from tests.support.sampling import amount
 
@@ -254,7 +254,6 @@ def test_a_single_value_in_the_last_step_is_a_warning(overrides: list[str], rank
 @given(st.integers(1, 40), st.integers(1, 3), st.integers(1, 4), st.integers(1, 4))
 def test_the_samples_that_share_statistics_are_those_of_the_passes(samples: int, rows: int, cols: int, passes: int) -> None:
     """The prediction equals the passes that a training makes from the shares of its ranks."""
-    config = parse(BATCH_NORM_CONFIG, overrides=[f"micro_batches={passes}", "batch=40"])[0]
     of_ranks = counts(samples, rows * cols, rows)
     of_rank, of_group, of_all = set(), set(), [0] * passes
     for group in range(cols):
@@ -264,8 +263,9 @@ def test_the_samples_that_share_statistics_are_those_of_the_passes(samples: int,
             of_group.add(sum(one.counts))
             of_all[number] += sum(one.counts)
     plan = ParallelPlan(rows, cols)
-    for who, expected in ((images._RANK, of_rank), (images._GROUP, of_group), (images._ALL, {*of_all})):
-        assert images._fewest_samples(config, samples, plan, who) == min(expected - {0})
+    sharing = StatisticsSharing(plan, passes, None)
+    for who, expected in (("a rank", of_rank), ("a split group", of_group), ("the step", {*of_all})):
+        assert sharing._fewest_samples(samples, who) == min(expected - {0})
 
 
 def test_config_check_says_it_from_the_header_of_the_file(tmp_path: Path) -> None:
