@@ -147,7 +147,7 @@ main()
 def test_a_rank_opens_few_files_and_loads_nothing_that_it_does_not_need(job: Job, folder: Path) -> None:
     """A thousand ranks that start at once open them all from one file system. The steps suffice for an account of steps."""
     (folder / "counted.py").write_text(textwrap.dedent(_COUNTED))
-    outcome = job(2, ["counted.py", "train", "tiny.yaml", "epochs=10"], cwd=folder)
+    outcome = job(2, ["counted.py", "train", "tiny.yaml", "epochs=40", "checkpoint.every_epochs=40"], cwd=folder)
     assert outcome.code == 0, outcome.output
     assert "step time " in outcome.stdout
     counts = [line.split(maxsplit=3) for line in outcome.stderr.splitlines() if line.startswith("files ")]
