@@ -280,7 +280,8 @@ def test_no_failure_of_a_write_is_an_error_of_a_run(
         return written(to, data)
 
     monkeypatch.setattr(os, "write", fail)
-    assert [ForgivingFile(descriptor).write(b"words") for _ in range(3)] == [5, 5, 5]
+    file = ForgivingFile(descriptor)
+    assert [file.write(b"words") for _ in range(3)] == [5, 5, 5]
     assert capfd.readouterr().err.count(f"({os.strerror(number)}); the run continues") == (descriptor == 1)
     file = ForgivingFile(descriptor, raises=True)
     with contextlib.nullcontext() if descriptor == 2 else pytest.raises(OSError, match=STANDARD_OUTPUT) as raised:
