@@ -147,15 +147,15 @@ def newest_runs(
     Print the choice on stderr if there are runs of other names. Other arguments and errors are those of `directory.newest_runs`.
 
     Args:
-        prefers: whether a run is preferred to newer ones; None: the newest is returned.
+        prefers: function that returns whether a run is preferred to newer ones; None: the newest runs are returned.
     """
-    from hpctrain.runs import directory as found
+    from hpctrain.runs import directory as run_directory
 
-    newest = [run.path for run in found.newest_runs(directory, count, trained=trained)]
+    newest = [run.path for run in run_directory.newest_runs(directory, count, trained=trained)]
     if prefers is not None:
-        readable = (run.open() for run in found.listed_runs(directory, None) if run.fault is None)
+        readable = (run.open() for run in run_directory.listed_runs(directory, None) if run.fault is None)
         newest = [next((run.path for run in readable if prefers(run)), newest[0])]
-    if (note := found.choice_note(directory, newest[-1])) and not detect(os.environ).rank:
+    if (note := run_directory.choice_note(directory, newest[-1])) and not detect(os.environ).rank:
         echo(note, err=True)
     return newest
 

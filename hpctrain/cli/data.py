@@ -364,7 +364,7 @@ def convert_arrays(
     """Convert NumPy arrays (.npz or .npy).
 
     FILE has images of shape (N, H, W), (N, H, W, C) or (N, C, H, W), and labels: integers (N,) or (N, 1), or one-hot rows (N, K).
-    Images are bytes, deeper integers, or floating-point numbers in 0..1 or whole ones in 0..255; for others give --range.
+    Images are bytes, deeper integers, or floating-point numbers in 0..1 or whole ones in 0..255; for others, set --range.
     """
     from hpctrain.data.convert import arrays
     from hpctrain.data.files import require_new
@@ -590,8 +590,8 @@ def _range(value_range: tuple[float, float] | None, names_file: Path | None) -> 
         from hpctrain.data.image_file import ImageFile
 
         inherited = ImageFile.open(names_file).value_range
-        of_deep = inherited is not None and inherited[1] >= 255  # other ranges are those of bytes or floating-point numbers
-        return {"value_range": inherited if of_deep else None, "measures": False}
+        is_deep = inherited is not None and inherited[1] >= 255  # other ranges are those of bytes or floating-point numbers
+        return {"value_range": inherited if is_deep else None, "measures": False}
     return {"value_range": value_range, "measures": value_range is None}
 
 

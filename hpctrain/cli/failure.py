@@ -53,7 +53,7 @@ Failed = Callable[[str, Sequence[int]], None]
 
 # Error numbers that are reported even without a file name, as for a write to an open file.
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-# Error numbers of os.getcwd, the only call that looks for a directory without a name.
+# Error numbers of a removed working directory. Only the errors of os.getcwd have no file name.
 _GONE = (errno.ENOENT, errno.ESTALE)
 
 
@@ -63,7 +63,7 @@ class Commands(click.Group):
     group_class = type  # subgroups have the same class
 
     def main(self, *arguments: Any, **options: Any) -> Any:
-        """Run the command line, and write all that it printed."""
+        """Run the command line, and flush standard output, so that a failed write ends the command as any other error."""
         with user_errors_end_in_sentences():
             try:
                 return super().main(*arguments, **options)

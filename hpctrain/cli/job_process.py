@@ -58,7 +58,7 @@ class JobProcess:
     """
 
     def __init__(self, launcher: Launcher) -> None:
-        forgive_writes()  # of a program that was started without the command line
+        forgive_writes()  # for a program that was started without the command line
         check_fork()
         self.launcher = launcher
         self.world: Communicator | None = None
@@ -91,7 +91,7 @@ class JobProcess:
         from hpctrain.job import session
 
         if self.launcher.starts_mpi:
-            shared_segments.leave_room(self.launcher.local_size or self.launcher.expected_size or 1)
+            shared_segments.limit_ucx(self.launcher.local_size or self.launcher.expected_size or 1)
             shared_segments.announce()
             if not self.launcher.local_rank:
                 self._removed = shared_segments.remove_stale()

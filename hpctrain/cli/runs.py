@@ -134,7 +134,7 @@ def _aligned(rows: list[tuple[str, ...]], width: int) -> list[str]:
     type=FilePath(file_okay=False, path_type=Path),
     default=RUNS,
     show_default=True,
-    help="Directory of runs, of which one is followed without RUN.",
+    help="Directory of runs, which is searched if RUN is missing.",
 )
 @click.option("--once", is_flag=True, help="Show the current state once and exit.")
 @click.option(
@@ -153,9 +153,9 @@ def watch(run: Path | None, runs: Path, once: bool, interval: float) -> None:
     from hpctrain.cli.watch_screen import COLUMNS
     from hpctrain.core.console import output_console
     from hpctrain.runs.directory import RunDirectory
-    from hpctrain.runs.state import RunReader, trains
+    from hpctrain.runs.state import RunReader, is_training
 
-    reader = RunReader(RunDirectory.open(run or newest_runs(directory=runs, prefers=trains)[0]), follows=not once)
+    reader = RunReader(RunDirectory.open(run or newest_runs(directory=runs, prefers=is_training)[0]), follows=not once)
     console = output_console(COLUMNS)
     if once:
         _show(reader.read(time.time()), console)

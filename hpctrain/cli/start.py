@@ -6,7 +6,7 @@
 3. Fork: the child becomes the rank, and the parent watches it. A fork copies one thread only, so it precedes all threads, NumPy's
    included, and MPI.
 4. Begin the flight record, so that it contains the end of every later step.
-5. Make the standard streams drop what cannot be written (`JobProcess` does so for programs), and print stack traces at a crash.
+5. Make the standard streams drop what cannot be written, as `JobProcess` does for programs. Print stack traces at a crash.
 6. Start the thread that receives signals. It follows the fork, which would lose it, and precedes everything that takes long.
 7. Read the configuration, which contains the number of threads. This loads pydantic and YAML, but not NumPy.
 8. Set the number of threads. BLAS and OpenMP read it from the environment once, when NumPy loads them.

@@ -396,7 +396,7 @@ def on_ranks(failed: Sequence[int], size: int) -> str:
     return f" (on ranks {', '.join(map(str, failed[:-1]))} and {failed[-1]} of {size})"
 
 
-def _is_not(key: str, here: object, there: object) -> str:
+def _difference_words(key: str, here: object, there: object) -> str:
     here, there = ("none" if value is None else value for value in (here, there))
     return f"{key} is {here}, not {there}"
 
@@ -419,7 +419,7 @@ class Subject:
     name: str
     remedy: str
     facts: Mapping[Any, Any] | None
-    words: Callable[[str, Any, Any], str] = _is_not
+    words: Callable[[str, Any, Any], str] = _difference_words
     partial: bool = False
     error: type[HpctrainError] = ConfigError
 
@@ -443,7 +443,7 @@ def compare(world: Communicator, *subjects: Subject) -> None:
         return
     digests = world.allgather_object([None if subject.facts is None else _digest(subject.facts) for subject in subjects])
     for number, subject in enumerate(subjects):
-        if len({of_rank[number] for of_rank in digests} - {None}) > 1:
+        if len({rank_digests[number] for rank_digests in digests} - {None}) > 1:
             _raise_difference(world, subject)
 
 
@@ -456,11 +456,11 @@ def _raise_difference(world: Communicator, subject: Subject) -> None:
 
     Return without an error if ranks differ only in facts that some of them lack.
     """
-    of_ranks = world.allgather_object((platform.node(), subject.remedy, subject.facts))
-    looked = [rank for rank, (_, _, facts) in enumerate(of_ranks) if facts is not None]
+    gathered = world.allgather_object((platform.node(), subject.remedy, subject.facts))
+    compared = [rank for rank, (_, _, facts) in enumerate(gathered) if facts is not None]
     groups: list[tuple[dict[Any, Any], list[int]]] = []
-    for rank in looked:
-        facts = of_ranks[rank][2]
+    for rank in compared:
+        facts = gathered[rank][2]
         known, members = next((group for group in groups if subject.first_difference(facts, group[0]) is None), ({}, []))
         if not members:
             groups.append((known, members))
@@ -468,17 +468,18 @@ def _raise_difference(world: Communicator, subject: Subject) -> None:
         known.update({**facts, **known})
     if len(groups) == 1:
         return
-    known, alike = max(groups, key=lambda group: len(group[1]))  # among equally large groups, the one with the lowest rank
-    others = [rank for rank in looked if rank not in alike]
-    host, remedy, facts = of_ranks[others[0]]
+    # Among equally large groups, `max` returns the first, which has the lowest rank.
+    known, reference_ranks = max(groups, key=lambda group: len(group[1]))
+    others = [rank for rank in compared if rank not in reference_ranks]
+    host, remedy, facts = gathered[others[0]]
     key = subject.first_difference(facts, known)
-    where = f" on {host}" if len({name for name, _, _ in of_ranks}) > 1 else ""
-    words, most = subject.words(key, facts.get(key), known.get(key)), _reference_words(alike)
+    where = f" on {host}" if len({name for name, _, _ in gathered}) > 1 else ""
+    words, reference = subject.words(key, facts.get(key), known.get(key)), _reference_words(reference_ranks)
     if len(others) == 1:
-        sentence = f"Rank {others[0]}{where} has {subject.name} than rank {most}: {words}; {remedy}."
+        sentence = f"Rank {others[0]}{where} has {subject.name} than rank {reference}: {words}; {remedy}."
     else:
         who = f"Rank {others[0]}{where} and {len(others) - 1} more of {world.size} ranks"
-        sentence = f"{who} have {subject.name} than rank {most}: {words}; {remedy}."
+        sentence = f"{who} have {subject.name} than rank {reference}: {words}; {remedy}."
     raise subject.error(sentence, ranks=[world.world_ranks[rank] for rank in others]).of_all_ranks(world.world_ranks[0])
 
 

@@ -95,7 +95,7 @@ def _steps(config: Config) -> tuple[tuple[int, int], ...]:
 
 
 CHECKPOINT = "the checkpoint"
-_TOP = 5  # number of classes that the metric top5 counts as right
+_TOP = 5  # a label counts for the metric top5 if it is one of the 5 classes of the largest outputs
 #: beginning of notes that the user must see even if nothing else is printed
 WARNING = "warning: "
 
@@ -196,7 +196,7 @@ def training_images(config: Config, opened: ImageFile, known: DataFacts | None) 
             notes.append(f"images are normalised with the mean and deviation of {CHECKPOINT}, not with those of {opened.path}")
     images = Images(file, make_pipeline(config, config.data.augment, data), (), image_sizes(config), split)
     labels = file.labels if images.subset is None else file.labels[images.subset]
-    notes += decided_metrics(labels, len(file.class_names), opened.path, config)
+    notes += constant_metrics(labels, len(file.class_names), opened.path, config)
     return replace(images, notes=tuple(notes)), data
 
 
@@ -217,12 +217,16 @@ def evaluation_images(config: Config, files: Mapping[Split, ImageFile], split: S
     if held_out:
         return Images(file, pipeline, split=validation_split(config, opened), validation=True)
     if opened.manifest.get("images") == data.images:
-        notes = (*notes, f"{WARNING}{opened.path} holds the training images, which a model may know by heart")
+        notes = (*notes, f"{WARNING}{opened.path} holds the training images, so its results are not those of new images")
     return Images(file, pipeline, notes)
 
 
 def aligned(opened: ImageFile, known: DataFacts | ImageFile, place: str) -> tuple[ImageFile, tuple[str, ...]]:
-    """Return a file with its classes in the order of `known`, which is from `place`, and notes on their differences.
+    """Return a file with its classes in the order of `known`, and notes on the differences of the two.
+
+    Args:
+        known: facts about the data to compare with.
+        place: name of the origin of `known`, for messages.
 
     Raises:
         DataError: the file has other classes, or another number of channels.
@@ -240,15 +244,15 @@ def aligned(opened: ImageFile, known: DataFacts | ImageFile, place: str) -> tupl
     return file, notes
 
 
-def decided_metrics(labels: np.ndarray, classes: int, place: object, config: Config | None = None) -> Iterator[str]:
-    """Yield a warning for each metric that is decided before the training.
+def constant_metrics(labels: np.ndarray, classes: int, place: object, config: Config | None = None) -> Iterator[str]:
+    """Yield a warning for each metric that has the same value after any training.
 
     Args:
         labels: labels of the training images, from `place`.
         config: configuration that chooses metrics; None: all accuracies are considered.
     """
     if labels.min() == labels.max():
-        yield f"{WARNING}the training images of {place} have only 1 class, so that every accuracy will be 100 %"
+        yield f"{WARNING}the training images of {place} have only 1 class, so every accuracy will be 100 %"
     for path, metric in () if config is None or classes > _TOP else chosen_metrics(config).items():
         if metric in ("top5", "ema_top5"):
             yield f"{WARNING}{'.'.join(path)} is {metric}, which is always 100 %, as {place} has {counted(classes, 'class')}"
@@ -328,7 +332,12 @@ def make_pipeline(config: Config, augment: tuple[AugmentConfig, ...], data: Data
 
 
 class SingleValues(NamedTuple):
-    """The error message if every step has a batch norm over a single value, and the warning if only the last of an epoch has."""
+    """Messages about batch norms over a single value.
+
+    Attributes:
+        refusal: error message if every step has one; None otherwise.
+        warning: warning if only the last step of an epoch has one; None otherwise.
+    """
 
     refusal: str | None = None
     warning: str | None = None
@@ -391,10 +400,8 @@ def stored_training_images(config: Config) -> Images | None:
 def check_files(config: Config) -> Images | None:
     """Raise unless existing data files, the network and the file of initial weights fit each other. Reads headers only.
 
-    Return the training images; None if their file is missing or faulty. Other missing or faulty data files, a missing file of
-    weights, and the tensors of a PyTorch file, which has no header, are not checked.
-
-    The notes of the returned images are those of all sets and of the weights.
+    Return the training images, with notes on all sets and on the weights; None if their file is missing or faulty. Other missing
+    or faulty data files, a missing file of weights, and the tensors of a PyTorch file, which has no header, are not checked.
 
     Raises:
         HpctrainError: evaluation images, a layer or a tensor does not fit; the message is that of a training.

@@ -124,9 +124,9 @@ def errors_as(
     sentence: Callable[[str], str],
     reason: Callable[[Exception], str | None] = lambda error: getattr(error, "strerror", None),
 ) -> Iterator[None]:
-    """Turn every error of a block that reads a file from elsewhere into one that the user can fix.
+    """Replace every exception of a block that reads a file from elsewhere by an error that the user can fix.
 
-    Libraries and plain code raise almost any exception for a damaged file.
+    For a damaged file, libraries and plain code raise exceptions of almost any type.
 
     Args:
         kind: class of the error.

@@ -1,8 +1,8 @@
-"""Opening files that others may have made, reads that neither block nor fill the memory, and expansion of paths.
+"""Files that other users may have made, reads that neither block nor fill the memory, and expansion of paths.
 
-Every file is opened by `open_regular` or `open_own`. `open_regular` is for files that the user names and for files of runs: a
-regular file of any owner. `open_own` is for files whose names hpctrain derives in directories such as /tmp, where another user
-may have made a file, or a link, with this name.
+`open_regular` opens a regular file of any owner. Use it for files that the user names and for files of runs. `open_own` opens no
+file that another user may have made. Use it for names that hpctrain derives in directories such as /tmp, where another user may
+have made a file or a link with this name.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _KINDS = (
     (stat.S_ISSOCK, "a socket"),
     (stat.S_ISLNK, "a link"),
 )
-# An open does not wait for the other end of a pipe, and no terminal becomes that of the process.
+# Opening a file neither waits for the other end of a pipe nor makes a terminal that of the process.
 _NO_WAIT = os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 
 
@@ -74,11 +74,11 @@ def _is_of_user(status: os.stat_result) -> bool:
     return status.st_uid in (os.geteuid(), 0)
 
 
-def followed(path: Path) -> Path | None:
+def link_target(path: Path) -> Path | None:
     """Return the path to which a link leads; None if `path` is not a link.
 
     Raises:
-        OSError: another user made the link, in a directory to which other users may write.
+        OSError: another user made the link, and its directory is not private (see `is_private`).
     """
     try:
         target = os.readlink(path)
@@ -94,7 +94,7 @@ def open_regular(path: str | Path, flags: int = os.O_RDONLY, *, pipes: bool = Fa
     """Open a regular file without waiting for other processes, and return its descriptor.
 
     Other kinds of files are not opened, because opening a pipe waits for a writer, and a device may have side effects or no end.
-    A file is written through a link only if `followed` permits it.
+    A file is written through a link only if `link_target` permits it.
 
     Args:
         flags: O_RDONLY, or flags for writing without O_TRUNC.
@@ -106,7 +106,7 @@ def open_regular(path: str | Path, flags: int = os.O_RDONLY, *, pipes: bool = Fa
     writes = flags & (os.O_WRONLY | os.O_RDWR)
     with suppress(FileNotFoundError):
         require_regular(path, pipes=pipes)
-    if writes and (target := followed(Path(path))) is not None:
+    if writes and (target := link_target(Path(path))) is not None:
         return open_regular(target, flags)
 
     def check(status: os.stat_result) -> None:  # another file may have replaced it in between
@@ -119,12 +119,12 @@ def open_regular(path: str | Path, flags: int = os.O_RDONLY, *, pipes: bool = Fa
 def open_own(path: str | Path, flags: int = os.O_RDONLY, mode: int = 0o666) -> int:
     """Open a regular file whose name hpctrain derives, and return its descriptor. Another user's file is not opened.
 
-    No link leads to the file. If other users may write to its directory, the file belongs to this user or root, others may not
-    write to it, and it has no second name.
+    The path must not be a link. In a directory that is not private (see `is_private`), the file must belong to this user or root,
+    must not be writable for everyone, and must have no second name.
 
     Args:
         flags: flags without O_TRUNC. O_CREAT creates a missing file.
-        mode: permissions of a new file.
+        mode: permissions of a new file, without those in the umask.
 
     Raises:
         OSError: the file is missing or inaccessible, or another user may have made it.
@@ -144,7 +144,7 @@ def open_own(path: str | Path, flags: int = os.O_RDONLY, mode: int = 0o666) -> i
 
 
 def _checked(path: str | Path, flags: int, check: Callable[[os.stat_result], None]) -> int:
-    """Open a file and return its descriptor, or close it and raise the error of `check`."""
+    """Open a file and return its descriptor. If `check` raises an error, close the file and raise the error."""
     descriptor = os.open(path, flags | _NO_WAIT, 0o666)
     try:
         check(os.fstat(descriptor))

@@ -410,7 +410,8 @@ class CheckedArguments(ABCMeta):
     """Metaclass of public base classes, such as `Layer`: constructors of hpctrain's subclasses check their arguments.
 
     Generated constructors of dataclasses are included. Constructors of user classes are not checked, but the constructors of
-    hpctrain that they call are. Methods of user classes raise unless their results have the types that hpctrain's base declares.
+    hpctrain that they call are. Public methods of user classes raise an error unless their results have the types that the base
+    class in hpctrain declares.
     """
 
     def __init__(cls, name: str, bases: tuple[type, ...], attributes: dict[str, Any], **keywords: Any) -> None:

@@ -24,7 +24,7 @@ heap can make HDF5 loop without end, so texts have a fixed length.
 
 HDF5 opens the file without locks and returns the offset of the images. They are then mapped into memory, so reading a sample is a
 copy from the page cache. This module also maps classes of several files to one order by name (`with_class_order`), computes the
-facts by which a run identifies its training data (`DataFacts`), compares how labels and pixels of two files came about
+facts by which a run identifies its training data (`DataFacts`), compares how labels and pixels of two files were made
 (`described`, `differences`), and generates synthetic images, which depend on split, sample number and shape only.
 """
 
@@ -534,9 +534,9 @@ def _only(names: Sequence[str], others: Sequence[str]) -> str:
     return f", {alone[0]} is in only one of them" if alone else ""
 
 
-#: ranges of values that need no name: those of bytes, of 16 bits and of floating-point numbers
+#: ranges that count as equal, because each is the whole range of its type: bytes, 16-bit integers, floating-point numbers
 _WHOLE_RANGES = ((0.0, 255.0), (0.0, 65535.0), (0.0, 1.0))
-#: text of each fact that tells how pixels were made
+#: key of each fact about the making of pixels -> function that returns its text
 _FACTS: Mapping[str, Callable[[Any], str]] = {
     "image_shape": lambda shape: "images of " + " x ".join(map(str, shape[:2])),
     "fit": lambda fit: f"--fit {fit}",
@@ -547,7 +547,10 @@ _FACTS: Mapping[str, Callable[[Any], str]] = {
 
 
 def described(data: ImageFile | DataFacts) -> dict[str, Any]:
-    """Return how the labels and pixels of a file came about, as in the metadata of exported weights. Unknown facts are absent."""
+    """Return the facts about how labels and pixels of a file were made, by their keys in the metadata of exported weights.
+
+    Unknown facts are absent.
+    """
     value_range = _WHOLE_RANGES[0] if data.value_range in (None, *_WHOLE_RANGES) else data.value_range
     facts = {"classes": data.class_names, "image_shape": data.shape, "fit": data.fit, "value_range": value_range}
     moments = {"mean": tuple(map(float, data.mean)), "std": tuple(map(float, data.std))}
@@ -559,7 +562,7 @@ def differences(
 ) -> tuple[str, ...]:
     """Return a warning that names all differences of two descriptions (see `described`); () if there are none.
 
-    Nothing else compares them. A fact that is absent from one of them equals any value.
+    All comparisons of descriptions use this function. A fact that one of the two lacks is not compared.
 
     Args:
         origin, place: names of the data.
@@ -578,7 +581,7 @@ def differences(
         if (most <= 3 * least).all() and (np.abs(mean - other_mean) <= 2 * most).all():
             pairs = {key: pair for key, pair in pairs.items() if key not in ("mean", "std")}
     different = [f"{one} instead of {other}" for one, other in pairs.values() if one != other]
-    return (f"warning: {origin} was made otherwise than {place}: {', '.join(different)}",) if different else ()
+    return (f"warning: {origin} was made differently from {place}: {', '.join(different)}",) if different else ()
 
 
 def _require_classes(
@@ -609,9 +612,9 @@ def with_class_order(file: ImageFile, names: Sequence[str], origin: str) -> Imag
         mapped = np.arange(len(names))
     else:
         mapped = np.array([label_of[normal_name(name)] for name in file.class_names], np.int64)
-    turned = copy(file)
-    turned.labels, turned.class_names = mapped[file.labels], names
-    return turned
+    reordered = copy(file)
+    reordered.labels, reordered.class_names = mapped[file.labels], names
+    return reordered
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ import numpy as np
 
 from hpctrain.comm.base import Communicator
 from hpctrain.comm.shared_memory import SharedMemory, share
-from hpctrain.core.files import expanded, followed, open_own, read_bytes
+from hpctrain.core.files import expanded, link_target, open_own, read_bytes
 from hpctrain.core.log import get_logger
 from hpctrain.core.text import size_text
 from hpctrain.data.image_file import ImageFile
@@ -261,7 +261,7 @@ def _directory(name: str) -> Path:
         path = Path(expanded(name))
     except ValueError as error:
         raise OSError(str(error)) from None
-    followed(path)
+    link_target(path)  # raises an error for a link of another user
     path.mkdir(parents=True, exist_ok=True)
     return path
 

@@ -126,7 +126,7 @@ class DecodedPictures(ReadImages):
             how = cast(Fit, self._form.fit), channels, self._max_pixels, self._form.value_range
             most, (_, white) = deep_maximum(self._files[number], self._max_pixels), self._form.value_range or (0, 65535)
             if most > white or (most > 0 and not self._form.value_range and range_up_to(most)):
-                _log.warning("%s has values up to %d, but white is %g in the training images", self._files[number], most, white)
+                _log.warning("%s has values up to %d, but white is %g in the training images.", self._files[number], most, white)
             return decode(self._files[number], (height, width), *how)
         except DataError as error:
             self.broken[number] = str(error)

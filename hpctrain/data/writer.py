@@ -188,6 +188,7 @@ class UnfinishedFile:
             # Without locks in the file system, the user must not run two conversions to one name.
 
     def _opened(self, path: Path) -> int:
+        """Open or create a file of the conversion, and return its descriptor."""
         try:
             return open_own(path, os.O_RDWR | os.O_CREAT)
         except OSError as error:

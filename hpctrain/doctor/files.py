@@ -191,8 +191,8 @@ OTHER_DATA = FindingKind(
     "Give all nodes the same files, with the same classes and for this model.",
 )
 
-MADE_OTHERWISE = FindingKind(
-    "data-made-otherwise",
+MADE_DIFFERENTLY = FindingKind(
+    "data-made-differently",
     Severity.WARNING,
     "Data files or weights were made with different options, or a metric does not depend on the training.",
     "Convert all files with the same options, and choose another metric.",
@@ -318,7 +318,7 @@ def judge_same(job: JobView, facts: Sequence[tuple[str, int, tuple[str, ...]]]) 
         return (
             [OTHER_DATA.from_error(difference)]
             if difference
-            else [MADE_OTHERWISE.found(f"{note}.".removeprefix("warning: ")) for note in notes]
+            else [MADE_DIFFERENTLY.found(f"{note}.".removeprefix("warning: ")) for note in notes]
         )
     if job.size == 1 or not files:
         return [fine("Nothing to compare.")]
@@ -328,7 +328,7 @@ def judge_same(job: JobView, facts: Sequence[tuple[str, int, tuple[str, ...]]]) 
 SAME = Check(
     "data files",
     "that all ranks have the same data files and weights, and that these fit the model",
-    (OTHER_DATA, MADE_OTHERWISE),
+    (OTHER_DATA, MADE_DIFFERENTLY),
     gather_same,
     judge_same,
     joined=True,

@@ -11,7 +11,7 @@ from pathlib import Path
 from hpctrain.comm.base import Communicator, on_ranks, raise_on_all_ranks
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.core.errors import DataError
-from hpctrain.core.files import followed, path_of
+from hpctrain.core.files import link_target, path_of
 from hpctrain.flight.autopsy import BEFORE_LOSS, explanation, records_in
 from hpctrain.flight.heartbeat import Heartbeat
 from hpctrain.flight.recorder import FlightRecorder
@@ -92,7 +92,7 @@ def _kept(session: Session, flight: FlightRecorder, directory: RunDirectory, tar
         raise_on_all_ranks(session.world, partial(_set_aside, target, leads=leads))
     flight.comes_after(max(session.world.allgather_object(_latest_job(target) if session.grid.node.rank == 0 else 0)))
     try:
-        followed(target.parent)
+        link_target(target.parent)  # raises an error for a link of another user
         keep_in(flight, target)
         if session.is_root:
             directory.point_to_flight(None if where == IN_RUN else target)

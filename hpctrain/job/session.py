@@ -280,8 +280,8 @@ def start_world(launcher: Launcher, deadline_seconds: float, flight: FlightRecor
         flight: recorder that is notified of waits during start-up.
 
     Raises:
-        LaunchError: the launcher has ended or is none of MPI, or the world's size differs from the number that the launcher or
-            HPCTRAIN_EXPECT_RANKS requested.
+        LaunchError: the launcher has ended or does not start MPI, or the world's size differs from the number that the launcher
+            or HPCTRAIN_EXPECT_RANKS requested.
     """
     fault = environment_fault(os.environ)
     if fault is not None and launcher.starts_mpi:

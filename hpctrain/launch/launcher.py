@@ -31,8 +31,8 @@ _LOCAL_PORT = re.compile(r"(?:^|;tcp[46]?://)(?:localhost|\[?::1\]?|127\.[0-9.]+
 _LEFT_OVER = ("PMI", "PALS_", "MPI_LOCAL", "OMPI_COMM_WORLD", "HYDI_", "MV2_COMM_WORLD")
 _LISTENING_STATE = "0A"  # state of a listening socket in /proc/net/tcp
 
-# Numbers of processes in variables of torchrun (also accelerate and deepspeed), Horovod, PaddlePaddle and BytePS.
-_COPIES = ("WORLD_SIZE", "HOROVOD_SIZE", "PADDLE_TRAINERS_NUM", "DMLC_NUM_WORKER")
+# Variables with the number of processes: of torchrun (also accelerate and deepspeed), Horovod, PaddlePaddle and BytePS.
+_COPY_COUNTS = ("WORLD_SIZE", "HOROVOD_SIZE", "PADDLE_TRAINERS_NUM", "DMLC_NUM_WORKER")
 
 # First step number of steps that srun did not start: interactive shell, batch script, external.
 _FIRST_SPECIAL_STEP = 4294967290
@@ -271,7 +271,7 @@ def _missing_connection(launcher: Launcher, environ: Mapping[str, str]) -> str |
 
 def is_copy(environ: Mapping[str, str]) -> bool:
     """Return whether a launcher without MPI, such as torchrun, has started several copies of this process."""
-    return any((_integer(environ, variable) or 1) > 1 for variable in _COPIES)
+    return any((_integer(environ, variable) or 1) > 1 for variable in _COPY_COUNTS)
 
 
 def lone_fault(launcher: Launcher, environ: Mapping[str, str]) -> str | None:
@@ -281,10 +281,10 @@ def lone_fault(launcher: Launcher, environ: Mapping[str, str]) -> str | None:
     """
     if launcher.name != "none" or EXPECT_RANKS in environ:
         return None
-    for variable in (*_COPIES, "SLURM_NTASKS", "SLURM_JOB_NUM_NODES"):
+    for variable in (*_COPY_COUNTS, "SLURM_NTASKS", "SLURM_JOB_NUM_NODES"):
         count = _integer(environ, variable) or 1
         if count > 1:
-            start = f"mpiexec -n {count}" if variable in _COPIES else "srun"
+            start = f"mpiexec -n {count}" if variable in _COPY_COUNTS else "srun"
             return _alone(f"{variable} is {count}", f"`{start} python -m mpi4py -m hpctrain ...`")
     hosts: set[str] = set()
     with contextlib.suppress(OSError, UnicodeDecodeError):

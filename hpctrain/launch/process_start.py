@@ -72,7 +72,9 @@ STANDARD_OUTPUT = "standard output"
 
 
 class ForgivingFile(io.RawIOBase):
-    """Writer to a descriptor, which stays open. It drops what cannot be written, and reports standard output's first failure.
+    """Writer to a descriptor, which it never closes. It drops data that cannot be written.
+
+    It reports the first failure of standard output, and none of standard error.
 
     Args:
         raises: whether the report is an OSError whose file name is `STANDARD_OUTPUT`; otherwise it is a line on standard error.
@@ -111,10 +113,10 @@ class ForgivingFile(io.RawIOBase):
 
 
 def forgive_writes(*, raises: bool = False) -> None:
-    """Make Python's standard output and error forgiving (`ForgivingFile`), unless they are already or a program replaced them.
+    """Make Python's standard output and error forgiving (see `ForgivingFile`). Streams that a program has replaced are kept.
 
     Args:
-        raises: whether the first failure of standard output is an error, which ends a command as it ends a Unix filter.
+        raises: whether the first failure of standard output raises an error, which ends the command as it ends a Unix filter.
     """
     for name, number in (("stdout", 1), ("stderr", 2)):
         old = getattr(sys, name)

@@ -60,7 +60,7 @@ class _Entry:
     begin_ns: int | None = None
 
 
-# Memory of one rank with UCX's share, of which MPICH needs a fifth, and memory beyond which UCX allocates.
+# Shared memory of one rank with UCX, a fifth of which is MPICH's own, and the amount that must remain free.
 _WITH_UCX_BYTES, _MARGIN_BYTES = 5_600_000, 1 << 24
 
 
@@ -70,10 +70,10 @@ def announce(memory: Path = MEMORY) -> None:
         _write([f"{_STARTS} {time.time_ns()}"], memory)
 
 
-def leave_room(ranks: int, memory: Path = MEMORY) -> None:
-    """Turn UCX's shared memory off where it may not fit, as in the 64 MB of many containers: UCX would crash without a message.
+def limit_ucx(ranks: int, memory: Path = MEMORY) -> None:
+    """Disable UCX's shared memory where it may not fit, as in the 64 MB of many containers: UCX would crash without a message.
 
-    MPICH does not use it: messages between ranks of a node have their own 1.1 MB per rank. UCX_TLS, if set, is not changed.
+    MPICH does not need it: messages between ranks of a node use 1.1 MB per rank of their own. If UCX_TLS is set, it is kept.
 
     Args:
         ranks: number of ranks on this node.
@@ -85,7 +85,7 @@ def leave_room(ranks: int, memory: Path = MEMORY) -> None:
 
 
 def hint(memory: Path = MEMORY) -> str:
-    """Return a bracketed remark on a crash if little of the memory that MPI needs is left; otherwise ""."""
+    """Return a remark in brackets on a crash if little of the memory that MPI needs is left; otherwise ""."""
     with contextlib.suppress(OSError):
         status = os.statvfs(memory)
         if status.f_bavail * status.f_frsize < _MARGIN_BYTES:

@@ -25,7 +25,7 @@ VARIABLES = (_VARIABLE, "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THR
 _SPINS, _SPIN_VARIABLES = "1000", ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
 _SLURM_CPUS = "SLURM_CPUS_PER_TASK"
 _TOPOLOGY = Path("/sys/devices/system/cpu")
-#: processes, this one or those from which it was forked, in which hpctrain has started MPI or several threads
+#: process IDs of this process and of those from which it was forked, if hpctrain has started MPI or several threads there
 _started_in: set[int] = set()
 
 
@@ -34,7 +34,7 @@ def check_fork() -> None:
     if _started_in - {os.getpid()}:
         raise LaunchError(
             "This process was forked from one in which hpctrain has started MPI or several threads, which do not survive a "
-            'fork; start it by multiprocessing.get_context("spawn").'
+            'fork; start it with multiprocessing.get_context("spawn").'
         )
 
 

@@ -177,7 +177,8 @@ def check_file_fits(
         hint: advice on how to ignore names, for messages; the list of patterns replaces {patterns}.
 
     Returns:
-        The ignored names, and the description of the weights' data, without the classes if the last layer is ignored.
+        The ignored names, and the description of the weights' data (see `image_file.described`). It lacks the classes if the last
+        layer is ignored.
     """
     advice = f"To draw a layer from the seed instead, as for another number of classes, {hint}."
     named = content.metadata.get("model")

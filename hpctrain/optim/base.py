@@ -106,7 +106,12 @@ class Optimizer(metaclass=CheckedArguments):
         return self.norms_needed is not NormsNeeded.NONE
 
     def settings(self, *, arguments: bool = False) -> dict[str, object]:
-        """Return the plain attributes that all ranks must share: before `bind` all, later `arguments` of the constructor only."""
+        """Return the settings that must be equal on all ranks: plain attributes, by name.
+
+        Args:
+            arguments: whether to return only arguments of the constructor, which `bind` does not change. False: all plain
+                attributes before `bind`, and the class.
+        """
         values = {name: getattr(self, name, None) for name in (_arguments(type(self)).parameters if arguments else vars(self))}
         kind = {} if arguments else {"class": type(self).__qualname__}
         return {**kind, **{name: value for name, value in values.items() if isinstance(value, _PLAIN)}}

@@ -158,7 +158,7 @@ class MeasuredCosts:
         return self._either(measured, self._rates.step_seconds(input_bytes, operators))
 
     def measured_share(self) -> float:
-        """Return the share of the seconds requested so far that comes from measured times; 0 without any."""
+        """Return the share of measured times in the seconds that were requested so far; 0 before any request."""
         return self._measured_seconds / self._all_seconds if self._all_seconds else 0.0
 
     def _scaled(self, key: OperatorKey) -> float | None:

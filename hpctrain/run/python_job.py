@@ -20,7 +20,7 @@ from hpctrain.averaging.averagers import make_strategy
 from hpctrain.averaging.base import PlannedGroup, Strategy
 from hpctrain.backend.choice import Backend, make_backend
 from hpctrain.comm.base import Communicator, Subject, compare, raise_on_all_ranks
-from hpctrain.config.images import WARNING, aligned, check_image_shapes, decided_metrics
+from hpctrain.config.images import WARNING, aligned, check_image_shapes, constant_metrics
 from hpctrain.config.schema import CacheConfig, NonFiniteConfig
 from hpctrain.core.errors import CheckpointError, ConfigError, DataError, DivergedError, ShapeError
 from hpctrain.core.files import path_of
@@ -445,8 +445,8 @@ class Job(StartedRank):
             if like is not None:
                 reference = files[_LIKE]
                 file, notes = aligned(file, reference, str(like))
-            _warn(self, *notes, *_different(self, replica, like or path, described(reference)))
-            _warn(self, *decided_metrics(file.labels, replica.network.classes, path) if shuffle else ())
+            _warn(self, *notes, *_data_differences(self, replica, like or path, described(reference)))
+            _warn(self, *constant_metrics(file.labels, replica.network.classes, path) if shuffle else ())
             mean, std = np.array(reference.mean), np.array(reference.std)
             pipeline = Pipeline(
                 [named(step) for step in augment], seed=seed, mean=mean, std=std, dtype=replica.network.parameter_dtype
@@ -507,7 +507,7 @@ class Job(StartedRank):
             check_counts("batch", batch=(batch, 1))
             check_types(Job.array_loader, arguments, replica=_REPLICA)
             samples = as_samples(images, labels, replica.network.classes, replica.network.parameter_dtype)
-            _warn(self, *decided_metrics(samples.labels, replica.network.classes, "job.array_loader") if shuffle else ())
+            _warn(self, *constant_metrics(samples.labels, replica.network.classes, "job.array_loader") if shuffle else ())
             check_shape(samples.images.shape[1:], replica)
             sampler = Sampler(len(samples.images), batch or self.batch, seed, shuffle)
             mixed = mixing_of(mixing, seed, replica)
@@ -574,7 +574,7 @@ class Job(StartedRank):
         file = self._path(path, Job.load_weights, {"replica": replica, "path": path, "ignore": ignore})
         facts = put_weights(self.world, replica, file, ignore, "of this program", hint=hint)
         facts.pop("image_shape", None)  # of the network, not of the data
-        raise_on_all_ranks(self.world, lambda: _warn(self, *_different(self, replica, f"{path} (see ignore)", facts)))
+        raise_on_all_ranks(self.world, lambda: _warn(self, *_data_differences(self, replica, f"{path} (see ignore)", facts)))
 
     def load(self, replica: Replica, path: str | Path) -> Mapping[str, Any]:
         """Restore a checkpoint written by `save`, also after a `DivergedError`, and return its notes. Sets `replica.global_step`.
@@ -594,8 +594,8 @@ class Job(StartedRank):
         return raise_on_all_ranks(self.world, expanded)
 
 
-def _different(job: Job, replica: Replica, origin: object, facts: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the differences from the first data file or weights of the replica."""
+def _data_differences(job: Job, replica: Replica, origin: object, facts: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return a warning on the differences from the first data file or weights of the replica; () if there are none."""
     return differences(origin, facts, *job.described.setdefault(id(replica.loop), (origin, facts)))
 
 

@@ -496,7 +496,7 @@ class ListedRun:
             raise self.fault
         return RunDirectory(self.path)
 
-    def may_be(self, name: str) -> bool:
+    def may_have_name(self, name: str) -> bool:
         """Return whether the run may have a name. Without a readable name, it is that of the directory in which the run began.
 
         Any name is possible if this is unknown, or if a resume has changed the configuration.
@@ -510,9 +510,9 @@ class ListedRun:
 
 
 def listed_runs(output: Path, name: str | None) -> list[ListedRun]:
-    """Return all runs below `output`, newest first in the order of their markers; those without a readable one come first.
+    """Return all runs below `output`, newest first in the order of their markers. Runs without a readable marker come first.
 
-    Of the copies of a run, only that in a directory of the original's name is returned.
+    Of several copies of a run, only the original is returned (see `_original`).
 
     Args:
         name: name in the configuration of the runs; None: any name.
@@ -528,7 +528,7 @@ def listed_runs(output: Path, name: str | None) -> list[ListedRun]:
         raise unreadable(Path(output), error) from error
     copies: dict[object, list[ListedRun]] = {}
     for run in filter(None, map(_listed, paths)):
-        if name is None or run.may_be(name):
+        if name is None or run.may_have_name(name):
             fault = run.fault or (unreadable(run.path / "config.yaml", "it has no name") if name and run.name is None else None)
             key = (run.marker.identity, run.name) if run.marker and not fault else run.path
             copies.setdefault(key, []).append(replace(run, fault=fault))
@@ -540,7 +540,7 @@ def listed_runs(output: Path, name: str | None) -> list[ListedRun]:
 
 
 def _listed(path: Path) -> ListedRun | None:
-    """Return the description of a directory; None if it is that of another program, or of a start that was killed.
+    """Return the run in a directory; None if another program made the directory, or a start that was killed.
 
     A start writes the marker, then config.yaml, then checkpoints.
     """
@@ -564,7 +564,7 @@ def _listed(path: Path) -> ListedRun | None:
 
 
 def _original(copies: Sequence[ListedRun]) -> ListedRun:
-    """Return the original of the copies of one run, found by the name of its directory; with a fault if there is no such one."""
+    """Return the original of the copies of one run, which is in a directory of the recorded name. Without it, add a fault."""
     named = [run for run in copies if run.marker and run.marker.directory == run.path.name]
     if len({run.path.resolve() for run in copies}) == 1 or len(named) == 1:
         return (named or copies)[0]
@@ -574,7 +574,7 @@ def _original(copies: Sequence[ListedRun]) -> ListedRun:
 
 
 def is_run(path: Path) -> bool:
-    """Return whether a directory is proven to be that of a run, by its marker; raise if the marker cannot be read."""
+    """Return whether a marker and a configuration prove that a directory is a run; raise if the marker cannot be read."""
     return os.path.lexists(path / "config.yaml") and marker_of(path) is not None
 
 
@@ -608,7 +608,7 @@ def newest_runs(output: Path, count: int = 1, *, trained: bool = False) -> list[
 
 
 def choice_note(output: Path, chosen: Path) -> str:
-    """Return a sentence on the run that was chosen by its age; "" if all runs have its name."""
+    """Return a sentence that names the chosen run and the names of other runs; "" if all runs have its name."""
     of_name = {run.path: run.name for run in listed_runs(output, None)}
     others = sorted({name for name in of_name.values() if name} - {of_name.get(chosen)})
     names = ", ".join(others[:_MOST_NAMES]) + (", ..." if len(others) > _MOST_NAMES else "")

@@ -330,7 +330,7 @@ class Contender:
 
 
 class Claim:
-    """Right of a job to write to a run, as its other ranks know it.
+    """Right of a job to write to a run, as each of its ranks knows it.
 
     Attributes:
         run: directory of the run.
@@ -355,8 +355,8 @@ class Claim:
             raise unreadable(self._next(), error) from error
         others = [owner for owner in owners(self.run) if owner.number > self.owner.number]
         raise RunOwnedError(
-            f"The run {self.run} was taken over by {others[-1] if others else 'another job'}, because this process has shown "
-            f"no sign of life for {self.owner.missed_seconds:.0f} s; this process stops writing to it."
+            f"The run {self.run} was taken over by {others[-1] if others else 'another job'}, because the owner in this job "
+            f"has shown no sign of life for {self.owner.missed_seconds:.0f} s; this job stops writing to the run."
         )
 
     def _next(self) -> Path:
@@ -441,7 +441,7 @@ def owned(run: Path | None, command: str) -> Iterator[None]:
         ownership.release()
 
 
-def _refusal(run: Path, owner: object) -> RunOwnedError:
+def _refusal(run: Path, owner: Owner) -> RunOwnedError:
     return RunOwnedError(
         f"The run {run} is being written to by {owner}, and a run has one owner at a time; wait until the owner ends, stop it, "
         f"or start a new run with another name or output."
@@ -471,7 +471,11 @@ def _latest(run: Path, numbers: Sequence[int]) -> _Record | None:
 
 
 def _read(run: Path, number: int) -> _Record | None:
-    """Return a record, which may be damaged; None if it has been deleted. If it cannot be read, its owner may be alive: raise."""
+    """Return a record, which may be damaged; None if it has been deleted.
+
+    Raises:
+        RunOwnedError: the record cannot be read, so its owner may be alive.
+    """
     try:
         require_regular(_path(run, number))
         # Some file systems return an outdated status for a file that is not open.
@@ -480,7 +484,10 @@ def _read(run: Path, number: int) -> _Record | None:
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise _refusal(run, f"an owner whose record {_path(run, number)} cannot be read ({reason(error)})") from error
+        raise RunOwnedError(
+            f"The run {run} may have a living owner, whose record {_path(run, number)} cannot be read ({reason(error)}); grant "
+            f"read permission, or start a new run with another name or output."
+        ) from error
     try:
         first, last = map(json.loads, text.splitlines())
         owner = _owner(number, first)

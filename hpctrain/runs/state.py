@@ -219,7 +219,7 @@ class RunReader:
         return self._records
 
 
-def trains(run: RunDirectory) -> bool:
+def is_training(run: RunDirectory) -> bool:
     """Return whether a run is training, as far as this machine can see."""
     with suppress(CheckpointError):
         with suppress(RunOwnedError, OSError):  # an owner whose record cannot be read may be alive

@@ -1,9 +1,10 @@
 """Atomic writes of files: despite interruptions, a file on the disk always has either its old content or the complete new one.
 
 Output files that do not grow go through this module, except for traces, flight records and records of owners. It replaces regular
-files only. A link remains a link: its target is replaced, or created if it is missing; `core.files.followed` states whose links
-are followed. `write_bytes` writes directly into pipes, terminals, other character devices, and files that are already open
-(`/dev/stdout`); `replacing` raises an error for these. Both raise an error for directories, sockets and block devices.
+files only. A link remains a link: its target is replaced, or created if it is missing; `core.files.link_target` raises an error
+for links that are not followed. `write_bytes` writes directly into pipes, terminals, other character devices, and files that are
+already open (`/dev/stdout`); `replacing` raises an error for these. Both raise an error for directories, sockets and block
+devices.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from itertools import count
 from pathlib import Path
 
 from hpctrain.core.errors import CheckpointError, CheckpointRemovedError
-from hpctrain.core.files import followed, kind_of, open_own
+from hpctrain.core.files import kind_of, link_target, open_own
 from hpctrain.launch import processes
 from hpctrain.launch.processes import ProcessMark
 
@@ -134,7 +135,8 @@ def remove_unfinished(path: Path) -> None:
 def publish(partial: Path, path: Path) -> None:
     """Rename a complete, synchronised file to `path`, and synchronise the directory.
 
-    The file gets the permissions of the file that it replaces, but another user's file does not let everyone write to it.
+    The file gets the permissions of the file that it replaces. If that file is another user's, it does not become writable for
+    everyone.
 
     Raises:
         OSError: `path` exists and is not a regular file, or it is a link.
@@ -232,7 +234,7 @@ def _descriptor_of(path: Path) -> int | None:
     """Return the descriptor of the open file that a path such as /dev/stdout names; None if it names none.
 
     Raises:
-        OSError: the path names an open file of another process, or leads through a link of another user (see `followed`).
+        OSError: the path names an open file of another process, or leads through a link of another user (see `link_target`).
     """
     for _ in range(_MOST_LINKS):
         folder = os.path.realpath(path.parent)
@@ -241,7 +243,7 @@ def _descriptor_of(path: Path) -> int | None:
             if int(descriptors[1]) != os.getpid() or not path.name.isdecimal():
                 raise OSError(errno.EINVAL, "it is an open file of another process", os.fspath(path))
             return int(path.name)
-        target = followed(Path(folder) / path.name)
+        target = link_target(Path(folder) / path.name)
         if target is None:
             return None
         path = target

@@ -399,7 +399,7 @@ def require_stored(file: h5py.File, name: str, tree: Path | None = None, links: 
             if isinstance(link, h5py.SoftLink):
                 require_stored(file, target if target.startswith("/") else f"{item.name}/{target}", tree, links + 1)
             else:
-                with h5py.File(_other(file, link.filename, tree), "r", locking=False) as other:
+                with h5py.File(_other_file(file, link.filename, tree), "r", locking=False) as other:
                     require_stored(other, target, tree, links + 1)
             return
         item = item[word]
@@ -407,8 +407,12 @@ def require_stored(file: h5py.File, name: str, tree: Path | None = None, links: 
         (_require_sources if item.is_virtual else _require_values)(file, item, tree, links)
 
 
-def _other(file: h5py.File, name: str, tree: Path | None) -> Path:
-    """Return the path of another file that holds values of a file."""
+def _other_file(file: h5py.File, name: str, tree: Path | None) -> Path:
+    """Return the path of another file that holds values of a file.
+
+    Raises:
+        ValueError: the path is outside `tree`, is not a regular file, or has another owner.
+    """
     path = Path(os.path.realpath(Path(file.filename).parent / name))
     if tree is None or not path.is_relative_to(tree):
         raise ValueError(f"it refers to {path}, but must not refer to files outside {tree or 'this file'}")
@@ -430,7 +434,7 @@ def _require_values(file: h5py.File, dataset: h5py.Dataset, tree: Path | None, l
     for number in range(plist.get_external_count()):
         name, offset, size = plist.get_external(number)
         prefix = dataset.id.get_access_plist().get_efile_prefix() or os.fsencode(Path.cwd())
-        path = _other(file, os.fsdecode(os.path.join(prefix, name)), tree)
+        path = _other_file(file, os.fsdecode(os.path.join(prefix, name)), tree)
         if path.stat().st_size < offset + min(size, dataset.nbytes):
             raise ValueError(f"{path} has too few bytes")
     if dataset.chunks is not None:
@@ -456,7 +460,7 @@ def _require_sources(file: h5py.File, dataset: h5py.Dataset, tree: Path | None, 
         if place not in shapes:
             path, name = (text.replace("%%", "%") for text in place)
             with (
-                contextlib.nullcontext(file) if path == "." else h5py.File(_other(file, path, tree), "r", locking=False)
+                contextlib.nullcontext(file) if path == "." else h5py.File(_other_file(file, path, tree), "r", locking=False)
             ) as other:
                 require_stored(other, name, tree, links + 1)
                 shapes[place] = other[name].shape
@@ -472,12 +476,12 @@ def _require_sources(file: h5py.File, dataset: h5py.Dataset, tree: Path | None, 
         else:
             blocks = source.vspace.get_select_hyper_blocklist().tolist()
             boxes += [tuple((start, end + 1) for start, end in zip(*block, strict=True)) for block in blocks]
-    if not _cover(dataset.shape, boxes):
+    if not _covers(dataset.shape, boxes):
         raise ValueError("no source has some of its values")
 
 
-def _cover(shape: tuple[int, ...], boxes: Sequence[Box]) -> bool:
-    """Return whether boxes, which may overlap, cover an array; False if there are too many of them to know."""
+def _covers(shape: tuple[int, ...], boxes: Sequence[Box]) -> bool:
+    """Return whether boxes, which may overlap, cover an array; False if there are too many of them to check."""
     borders = [np.unique([0, length, *(end for box in boxes for end in box[dim])]) for dim, length in enumerate(shape)]
     if math.prod(map(len, borders)) > _MOST_CELLS:
         return False

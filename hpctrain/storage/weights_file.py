@@ -201,7 +201,8 @@ def _check_growth(path: Path, n_bytes: int) -> None:
     """
     size_bytes = path.stat().st_size
     if n_bytes > _MOST_GROWTH * size_bytes:
-        raise ValueError(f"it has {size_text(size_bytes)}, but its tensors have {size_text(n_bytes)}")
+        tensors = f"its tensors have {size_text(n_bytes)}, more than {_MOST_GROWTH} times as much"
+        raise ValueError(f"it has {size_text(size_bytes)}, but {tensors}")
 
 
 def _unwrapped(tensors: Mapping[str, np.ndarray], path: Path) -> dict[str, np.ndarray]:

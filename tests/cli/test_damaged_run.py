@@ -171,7 +171,7 @@ _ODD = (
 
 
 def test_odd_values_in_metrics_end_in_words(tmp_path: Path) -> None:
-    """Any value of any field, missing fields, and clocks that go back: readers show what a run can have written."""
+    """Readers show what a run can have written, for any value of any field, missing fields, and clocks that go back."""
     run, other = write_run(tmp_path / "run", events=_EVENTS), write_run(tmp_path / "other")
     whole = [json.loads(line) for line in run.metrics_path.read_text().splitlines()]
     for case in range(6 * _CASES):
@@ -193,7 +193,7 @@ _FACTS_DRAWN = random.Random(0)
 
 
 def _weights(path: Path) -> None:
-    """Write weights whose metadata may have facts of other types; damage to the bytes leaves no readable metadata."""
+    """Write weights whose metadata may have facts of other types, because damaged bytes leave no readable metadata."""
     options = {"classes": 2, "hidden": 8, "channels": [4, 4]}
     facts = {
         "model_options": json.dumps(options),
@@ -253,7 +253,7 @@ _IMAGES, _LABELS = np.arange(6 * 8 * 8, dtype=np.uint8).reshape(6, 8, 8, 1), np.
 
 @pytest.mark.parametrize("name", _FOREIGN)
 def test_damaged_foreign_files_end_in_words(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every reader of a file from elsewhere returns, or raises an error that the user can fix."""
+    """Every reader of a file from elsewhere returns its content, or raises an error that the user can fix."""
     monkeypatch.chdir(tmp_path)
     make, command = _FOREIGN[name]
     for case in range(4 * _CASES):

@@ -324,7 +324,7 @@ _ASKED = "Unable to allocate 8.00 EiB for an array with shape (1,)"
         (SystemExit("why"), BUG, "sys.exit('why') during a run", "sys.exit('why') during a run ends the job.\n"),
         (MemoryError(f"{_ASKED[:-16]}\nwith shape (1,)."), USER_ERROR, "Memory ran out on rank 0 (", f"): {_ASKED}"),
         (MemoryError(""), USER_ERROR, "Memory ran out on rank 0 (", "): an allocation of unknown size was refused"),
-        (BrokenPipeError(errno.EPIPE, "Broken pipe", STANDARD_OUTPUT), BUG, "", ""),  # no process reads what would be said
+        (BrokenPipeError(errno.EPIPE, "Broken pipe", STANDARD_OUTPUT), BUG, "", ""),  # no process would read a message
         (FileNotFoundError(errno.ENOENT, "No"), USER_ERROR, "the", "hpctrain: the working directory cannot be used: No.\n"),
     ],
 )

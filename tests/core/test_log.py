@@ -105,7 +105,7 @@ def test_what_a_broken_disk_has_lost_is_said_at_the_end(tmp_path: Path, capsys: 
 def test_a_disk_that_hangs_holds_up_no_caller(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """When the disk answers after the end, the thread ends without a word."""
+    """When the disk answers after the end, the thread ends without a message."""
     answers, opened = threading.Event(), rank_log.open_regular
     monkeypatch.setattr(rank_log, "open_regular", lambda *arguments: answers.wait() and opened(*arguments))
     log = rank_log.begin_rank_log()

@@ -651,7 +651,7 @@ WRONG: dict[str, object] = {
     "true": True,
     "number": 0.5,
 }
-#: methods of user classes by the results that are right
+#: methods of user classes -> names of the correct results in `WRONG`
 RESULTS: dict[tuple[type, str], set[str]] = {
     (LearningRateSchedule, "after_warmup"): {"number"},
     (LearningRateSchedule, "lr"): {"number"},
@@ -671,7 +671,7 @@ RESULTS: dict[tuple[type, str], set[str]] = {
 @pytest.mark.parametrize("wrong", WRONG)
 @pytest.mark.parametrize(("base", "method"), RESULTS)
 def test_a_wrong_result_of_a_users_method_is_one_sentence(base: type, method: str, wrong: str) -> None:
-    """It names the class, the method, its line, the result, and what the base class asks for."""
+    """The sentence names the class, the method, its line, the result, and the result that the base class declares."""
 
     def returns(self: object, *arguments: object, **keywords: object) -> object:
         return WRONG[wrong]

@@ -136,7 +136,7 @@ def _in_time() -> Iterator[None]:
 def test_no_file_that_another_user_may_have_made_is_overwritten_read_or_waited_for(
     program: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every file that a program opens in a directory to which all may write is replaced by a file of each kind."""
+    """The test replaces every file that a program opens in a directory to which all may write by a file of each kind."""
     shared, victim, contents = tmp_path / "shared", tmp_path / "victim", dict[str, bytes]()
 
     def run() -> object:
@@ -169,7 +169,7 @@ def test_no_file_that_another_user_may_have_made_is_overwritten_read_or_waited_f
 
 
 def test_a_file_of_a_colleague_is_read_and_a_link_of_another_user_is_not_written_through(tmp_path: Path) -> None:
-    """`open_regular` reads regular files of any owner; `followed` follows links of this user only, where others may write."""
+    """`open_regular` reads regular files of any owner; `link_target` rejects links of other users where others may write."""
     (tmp_path / "a").write_text("x")
     (tmp_path / "link").symlink_to(tmp_path / "a")
     os.close(open_regular(tmp_path / "link", os.O_WRONLY))
@@ -253,7 +253,7 @@ def _virtual(file: h5py.File, target: str, name: str = "images") -> None:
 def test_a_foreign_file_reads_only_regular_files_below_its_directory(
     refer: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Links, external storage and virtual datasets to pipes and to files elsewhere are an error; files next to it are read."""
+    """Links, external storage and virtual datasets may refer to files next to the file, but not to pipes and files elsewhere."""
     (tmp_path / "sub").mkdir()
     for place in (tmp_path, tmp_path / "sub"):
         if refer is _external:
@@ -284,7 +284,7 @@ def test_a_foreign_file_reads_only_regular_files_below_its_directory(
 @pytest.mark.parametrize("name", ["images", "labels", "mean", "sums", "class_names"])
 @pytest.mark.parametrize("refer", [_link, _external, _virtual])
 @pytest.mark.usefixtures("_in_time")
-def test_a_data_file_has_its_values_itself(name: str, refer: Callable[..., None], tmp_path: Path) -> None:
+def test_a_data_file_that_refers_to_other_files_is_refused(name: str, refer: Callable[..., None], tmp_path: Path) -> None:
     path = tmp_path / "a.h5"
     write_data_file(path, 6, (7, 5, 3), "abc", [(IMAGES, LABELS)])
     os.mkfifo(tmp_path / "pipe")

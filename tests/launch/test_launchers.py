@@ -226,7 +226,7 @@ def test_one_process_of_a_job_of_several_is_reported(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("variable", ["WORLD_SIZE", "HOROVOD_SIZE", "PADDLE_TRAINERS_NUM"])
 def test_copies_of_a_launcher_without_mpi_are_refused(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In programs, too, where a lone process in an allocation only leads to a warning."""
+    """Programs refuse them, too, although they only warn of a lone process in an allocation."""
     for name in set(os.environ) - set(without_launcher(os.environ)):
         monkeypatch.delenv(name)
     monkeypatch.setenv(variable, "3")
@@ -241,7 +241,7 @@ def test_copies_of_a_launcher_without_mpi_are_refused(variable: str, monkeypatch
 def test_a_process_forked_after_threads_or_mpi_refuses_to_train(
     threads: int, launcher: Launcher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The parent, which goes on, does not; nor does a child whose parent had one thread, or had not trained yet."""
+    """The parent may continue to train. A child whose parent had one thread, or had not trained yet, may train as well."""
     monkeypatch.setattr("hpctrain.launch.threads._started_in", set())
     monkeypatch.setattr("os.sched_getaffinity", lambda process: {0, 1})
     monkeypatch.setattr("threadpoolctl.threadpool_limits", lambda limits: None)

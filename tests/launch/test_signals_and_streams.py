@@ -23,7 +23,7 @@ from hpctrain.core.text import place
 from hpctrain.launch import process_end, process_start
 from hpctrain.launch.process_end import flush_to_reader
 from hpctrain.launch.process_start import HELD, STANDARD_OUTPUT, STOPS, ForgivingFile
-from hpctrain.launch.shared_segments import Removed, _folder, forget, hint, leave_room, remember, remove_stale
+from hpctrain.launch.shared_segments import Removed, _folder, forget, hint, limit_ucx, remember, remove_stale
 from hpctrain.launch.signals import SignalWatch
 from hpctrain.launch.supervisor import _is_broken
 from tests.cli.test_starting import folder as folder
@@ -271,7 +271,7 @@ def test_what_can_be_written_is(tmp_path: Path) -> None:
 def test_no_failure_of_a_write_is_an_error_of_a_run(
     descriptor: int, number: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Every error number of every stream: data are dropped; standard output's first failure is reported, or raised."""
+    """Data are dropped at every error of every stream. The first failure of standard output is reported, or raised."""
     written = os.write
 
     def fail(to: int, data: bytes) -> int:
@@ -304,7 +304,7 @@ _MOMENTS = ("before the first line", "in the middle", "at the end")
 
 
 def _broken(folder: Path, arguments: Sequence[str], streams: str, moment: str) -> tuple[int, str]:
-    """Exit code and standard error of a command whose reader of `streams` ends at a moment."""
+    """Return exit code and standard error of a command whose reader of `streams` ends at a moment."""
     reader, writer = os.pipe()
     out = writer if "stdout" in streams else subprocess.DEVNULL
     with tempfile.TemporaryFile() as errors:
@@ -325,7 +325,7 @@ def _broken(folder: Path, arguments: Sequence[str], streams: str, moment: str) -
 @pytest.mark.slow
 @pytest.mark.parametrize("case", range(amount(3, 18)))
 def test_a_run_whose_output_has_no_reader_trains_on(case: int, tmp_path: Path) -> None:
-    """Whichever streams break, at any moment, in any style of progress: the run ends with its last checkpoint and code 0."""
+    """The run ends with its last checkpoint and code 0 for all streams that break, moments and styles of progress."""
     prepare(tmp_path, images=64, epochs=3)
     streams = ("stdout", "stdout and stderr", "stderr")[case % 3]
     moment = _MOMENTS[0 if streams == "stderr" else case // 3 % 3]
@@ -339,7 +339,7 @@ def test_a_run_whose_output_has_no_reader_trains_on(case: int, tmp_path: Path) -
 
 @pytest.mark.parametrize("words", ["list models", "--version", "--help", "config list", "sites", "config schema"])
 def test_a_command_that_prints_ends_as_a_filter_does(words: str, tmp_path: Path) -> None:
-    """A reader that ends: code 1 without a word. A full disk: code 2 and one sentence."""
+    """It ends with code 1 and no message if its reader ends, and with code 2 and one sentence on a full disk."""
     assert _broken(tmp_path, words.split(), "stdout", _MOMENTS[0]) == (1, "")
     with open("/dev/full", "wb") as full:
         command = [sys.executable, "-m", "hpctrain", *words.split()]
@@ -361,7 +361,7 @@ def test_a_run_whose_output_finds_no_room_trains_on(tmp_path: Path) -> None:
 
 
 def test_a_supervised_command_gets_no_pipe_without_a_reader() -> None:
-    """A launcher that writes there would be ended by SIGPIPE in each attempt."""
+    """SIGPIPE would end a launcher that writes there, in each attempt."""
     reader, writer = os.pipe()
     assert not _is_broken(writer)
     os.close(reader)
@@ -549,9 +549,9 @@ def test_ucx_has_no_shared_memory_where_it_would_crash(
     blocks = megabytes * 1000
     monkeypatch.setattr(os, "statvfs", lambda path: os.statvfs_result((1000, 1000, blocks, blocks, blocks, 0, 0, 0, 0, 255)))
     monkeypatch.setattr(os, "environ", {})
-    leave_room(ranks, tmp_path)
+    limit_ucx(ranks, tmp_path)
     assert os.environ == ({} if usual else {"UCX_TLS": "^posix"})
     monkeypatch.setattr(os, "environ", {"UCX_TLS": "rc"})
-    leave_room(ranks, tmp_path)
+    limit_ucx(ranks, tmp_path)
     assert os.environ == {"UCX_TLS": "rc"}
     assert hint(tmp_path) == ("" if megabytes > 16 else f" ({tmp_path}, where MPI keeps messages, has {megabytes} MB left)")

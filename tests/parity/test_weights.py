@@ -136,7 +136,7 @@ def test_other_files_of_pytorch_are_refused_and_run_nothing(
 
 
 _ONES = torch.ones(4, 4)
-#: state dictionaries that have no plain numbers, or far more than their files
+#: state dictionaries whose tensors are not plain numbers, or are far larger than their files
 _ODD = {
     "8-bit floats": lambda: _ONES.to(torch.float8_e4m3fn), "sparse": _ONES.to_sparse, "compressed rows": _ONES.to_sparse_csr,
     "meta": lambda: torch.empty(4, 4, device="meta"), "quantised": lambda: torch.quantize_per_tensor(_ONES, 0.1, 0, torch.qint8),

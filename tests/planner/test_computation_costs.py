@@ -1,4 +1,4 @@
-"""What computation costs: work of operators, their keys and kept times, and costs by rates and by measurement."""
+"""Costs of computation: work of operators, their keys and stored times, and costs by rates and by measurement."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ PREDICTED = PredictedStep(0.45, 0.2, 1.0, "two nodes", "abc")
 
 
 def _heard(choice: Any = None, steps: Any = MEASURED) -> Heard:
-    """All that an account of one rank says; its operators were not sampled."""
+    """Return the lines and records of an account of one rank, whose operators were not sampled."""
     session: Any = SimpleNamespace(world=SingleCommunicator(), is_root=True)
     progress = ProgressEngine(rank=0, deadline_seconds=1.0, abort=lambda code: None)
     session.resolved, session.progress = SimpleNamespace(choice=choice), progress

@@ -1,4 +1,4 @@
-"""Rule: two files of one job that were made differently are never silent, whoever reads them, and equal ones say nothing."""
+"""Every reader reports two files of one job that were made differently, and reports nothing about files that were made alike."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Made:
         return path
 
 
-#: another value of each fact, and the words of both values that a message must have
+#: another value of each fact, and the words for both values that a message must contain
 CHANGES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "fit": ({"fit": "crop"}, ("crop", "squash")),
     "range": ({"value_range": (0.0, 16383.0)}, ("4095", "16383")),
@@ -60,7 +60,7 @@ CHANGES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
 
 
 class Job:
-    """A job on files in a folder. Each method reads another file next to the training file and returns what was said."""
+    """Job on files in a folder. Each method reads another file next to the training file, and returns all messages."""
 
     def __init__(self, folder: Path, capture: Callable[[], str]) -> None:
         self.folder, self._capture = folder, capture
@@ -137,13 +137,13 @@ class Job:
 
 _READERS = [name for name in vars(Job) if not name.startswith("_") and name != "config"]
 #: parts of all sentences on differences
-_SAID = ("otherwise", "other classes", "order of classes")
+_SAID = ("differently", "other classes", "order of classes")
 
 
 @pytest.mark.job
 @pytest.mark.slow
 @pytest.mark.parametrize("reader", _READERS)
-def test_a_difference_is_never_silent(reader: str, tmp_path: Path, capfd: Any, caplog: Any) -> None:
+def test_every_reader_reports_a_difference(reader: str, tmp_path: Path, capfd: Any, caplog: Any) -> None:
     def capture() -> str:
         text = capfd.readouterr()
         said = " ".join((text.out + text.err + caplog.text).split())
@@ -151,7 +151,7 @@ def test_a_difference_is_never_silent(reader: str, tmp_path: Path, capfd: Any, c
         return said
 
     draw = random.Random(reader)
-    changes = [name for name in CHANGES if (reader, name) != ("weights", "size")]  # weights know the network's input only
+    changes = [name for name in CHANGES if (reader, name) != ("weights", "size")]  # weights describe the network's input only
     for number, name in enumerate([None, *draw.sample(changes, amount(3, 6))]):
         (folder := tmp_path / str(number)).mkdir()
         job = Job(folder, capture)
@@ -241,7 +241,7 @@ def test_exports_of_a_checkpoint_have_equal_bytes(tmp_path: Path, capfd: Any) ->
 
 
 @pytest.mark.job
-def test_metrics_that_are_decided_before_the_training_are_named(tmp_path: Path, capfd: Any) -> None:
+def test_metrics_that_no_training_changes_cause_a_warning(tmp_path: Path, capfd: Any) -> None:
     job = Job(tmp_path, lambda: capfd.readouterr().out)
     base = job.config(test=job.alike)
     assert "always 100 %" not in job._trained(base)

@@ -62,7 +62,7 @@ class History:
     """
 
     def __init__(self, output: Path, seed: int, make: Callable[[Path, str, list[int]], Path] = start) -> None:
-        self.output, self._draw, self.told = output, random.Random(seed), list[str]()
+        self.output, self._draw, self.events = output, random.Random(seed), list[str]()
         self.truth, self.copies, self.copy_doubt = list[Truth](), list[tuple[Truth, Path]](), False
         output.mkdir(exist_ok=True)
         for _ in range(self._draw.randint(1, 3)):
@@ -71,8 +71,8 @@ class History:
                 [[], [3], [3, 5]][self._draw.choice([0, 1, 1, 2, 2])],
             )
             self.truth.append(Truth(name, make(output, name, steps), steps))
-            self._tell("run", self.truth[-1])
-        events = (
+            self._note("run", self.truth[-1])
+        kinds = (
             self._copy,
             self._copy,
             self._move,
@@ -84,7 +84,7 @@ class History:
             self._foreign,
         )
         for _ in range(self._draw.randint(0, 3)):
-            self._draw.choice(events)()
+            self._draw.choice(kinds)()
 
     def expected(self, name: str | None, *, trained: bool) -> Truth | None:
         """Return the run that a search may find."""
@@ -95,8 +95,8 @@ class History:
         """Return whether any run is damaged, or has copies and no directory of the original's name."""
         return self.copy_doubt or any(run.doubt for run in self.truth)
 
-    def _tell(self, *words: object) -> None:
-        self.told.append(" ".join(map(str, words)))
+    def _note(self, *words: object) -> None:
+        self.events.append(" ".join(map(str, words)))
 
     def _copy(self) -> None:
         run = self._draw.choice(self.truth)
@@ -108,16 +108,16 @@ class History:
             shutil.copytree(run.path, path, symlinks=True)
             self.copies.append((run, path))
             self._mark_doubt(run)
-            self._tell("copy", path)
+            self._note("copy", path)
 
     def _move(self) -> None:
         run = self._draw.choice(self.truth)
-        run.path = run.path.rename(self.output / f"best{len(self.told)}{self._draw.choice(['', '-20200101-000000'])}")
+        run.path = run.path.rename(self.output / f"best{len(self.events)}{self._draw.choice(['', '-20200101-000000'])}")
         self._mark_doubt(run)
-        self._tell("moved to", run.path)
+        self._note("moved to", run.path)
 
     def _mark_doubt(self, run: Truth) -> None:
-        """Note that copies cannot be told from an original that has another name, or that has been damaged."""
+        """Note that copies cannot be distinguished from an original that has another name, or that has been damaged."""
         moved = not run.path.name.startswith(NAMES)
         run.doubt = run.doubt or (moved and any(each is run for each, _ in self.copies))
 
@@ -127,7 +127,7 @@ class History:
         name = self._draw.choice(["run.json", "config.yaml", "versions.json", "checkpoints", "newest checkpoint"])
         path = place / name if " " not in name else checkpoint_path(place / "checkpoints", max(run.steps, default=0))
         kind = self._draw.choice(["empty", "cut", "noise", "deleted", "later", "loop"])
-        self._tell(kind, path)
+        self._note(kind, path)
         if not os.path.lexists(path):
             return
         if place == run.path:
@@ -161,7 +161,7 @@ class History:
         run = self._draw.choice(self.truth)
         names = ["run.json", "config.yaml", "checkpoints", *(["."] if run.path.name.startswith(f"{run.name}-20") else [])]
         path = run.path / self._draw.choice(names)
-        self._tell("forbidden", path)
+        self._note("forbidden", path)
         if path.exists() and not path.is_symlink():
             path.chmod(0)
             run.doubt = True
@@ -173,7 +173,7 @@ class History:
             run.name = self._draw.choice(NAMES)
             (run.path / "config-00000003.yaml").write_text(config)
             (run.path / "config.yaml").write_text(f"name: {run.name}\n")
-            self._tell("resumed as", run.name, run.path)
+            self._note("resumed as", run.name, run.path)
 
     def _kill(self) -> None:
         path = self.output / f"{self._draw.choice(NAMES)}-20991231-235959"
@@ -183,7 +183,7 @@ class History:
             (path / name).mkdir(exist_ok=True) if name.endswith("/") else (path / name).write_text("{}")
         if "run.json" in left:
             owner.mark(path, owner.RunMarker("f" * 16, 1 << 62))
-        self._tell("killed start", path, *left)
+        self._note("killed start", path, *left)
 
     def _foreign(self) -> None:
         path = self.output / self._draw.choice(["notes", "exp-20991231-235959", "wandb"])
@@ -192,16 +192,16 @@ class History:
         (path / "run.json").write_text('{"id": 3}') if path.name == "wandb" else None
         if self._draw.random() < 0.3:
             (self.output / "private").mkdir(mode=0, exist_ok=True)
-        self._tell("of another program", path)
+        self._note("of another program", path)
 
 
 def check(history: History, search: str, found: object, name: str | None, *, trained: bool) -> None:
     """Require that a search found the run of the history that it may find, or refused it for a reason."""
-    expected, told = history.expected(name, trained=trained), f"{search} of {name}: {found!r}; {'; '.join(history.told)}"
+    expected, context = history.expected(name, trained=trained), f"{search} of {name}: {found!r}; {'; '.join(history.events)}"
     if isinstance(found, Exception):
-        assert expected is None or history.may_refuse(), told
+        assert expected is None or history.may_refuse(), context
         return
-    assert found == (None if expected is None else expected.path), told
+    assert found == (None if expected is None else expected.path), context
 
 
 def searched(search: Callable[[], Any]) -> Any:
@@ -234,7 +234,7 @@ def searches(output: Path, name: str) -> Iterator[tuple[str, str | None, bool, C
 
 
 def test_a_search_finds_the_newest_run_of_its_name_or_says_why_not(place: Path) -> None:
-    """Never another run, and never none where there is one, whatever happened to the files."""
+    """Whatever happened to the files, a search never returns another run, and it finds none only if there is none."""
     first = int(os.environ["HPCTRAIN_TEST_SEED"])
     for seed in range(first, first + amount(24, 200)):
         history = History(place / str(seed), seed)

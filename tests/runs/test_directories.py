@@ -477,7 +477,7 @@ def test_an_owner_that_cannot_be_seen_is_not_taken_for_dead(place: Path, hidden:
 
 
 def test_a_sign_of_life_that_cannot_be_written_is_reported(tmp_path: Path, monkeypatch, caplog) -> None:
-    """Otherwise the next job would take the run over, and nothing would say why."""
+    """Otherwise the next job would take over the run, and no message would explain it."""
     monkeypatch.setattr(run_owner, "BEAT_SECONDS", 0.01)
     ownership = Contender(tmp_path, "first").attempt()
     path = run_owner._path(tmp_path, 1)

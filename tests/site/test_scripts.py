@@ -212,7 +212,7 @@ def test_slurm_returns_a_number(folder: Path) -> None:
     "printed", ["12345", "12345;cluster", " 12345\\r", "Submitted batch job 12345", "Submitted batch job 12345 on cluster a"]
 )
 @pytest.mark.parametrize("banner", ["", "Welcome to X!\\n\\n", "Quota: 7 of 99\\n2026-11-28\\n**\\n", "\\377\\376 caf\\351\\n"])
-def test_the_number_is_found_behind_a_banner(folder: Path, monkeypatch: pytest.MonkeyPatch, banner: str, printed: str) -> None:
+def test_the_number_is_found_after_a_banner(folder: Path, monkeypatch: pytest.MonkeyPatch, banner: str, printed: str) -> None:
     monkeypatch.setenv("BANNER", banner)
     monkeypatch.setenv("NUMBER", printed)
     assert _submit("slurm", JobRequest(2))[0].number == "12345"

@@ -19,7 +19,7 @@ _NOBODY = 65534
 
 @contextmanager
 def as_nobody() -> Iterator[None]:
-    """Run a block without root's permissions, and without what is known of files."""
+    """Run a block without root's permissions, and with empty caches of the contents of files."""
     owner._read_marker.cache_clear()
     checkpoint._read_sequence_and_run.cache_clear()
     user = os.geteuid()

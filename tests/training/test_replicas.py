@@ -494,8 +494,8 @@ def test_layers_of_numpy_are_refused() -> None:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_a_program_is_refused_a_batch_norm_over_one_value(seed: int) -> None:
-    """On every rank, at the first step in which some rank has one image of one pixel, however the batch was made."""
+def test_steps_with_a_batch_norm_over_one_value_are_refused(seed: int) -> None:
+    """Every rank refuses the first step in which some rank has one image of one pixel."""
     random = np.random.default_rng(seed)
     ranks, batch = int(random.integers(1, 4)), int(random.integers(1, 6))
     side, synchronised = (1, 1, 1, 2)[random.integers(4)], bool(random.integers(3) == 0)

@@ -57,7 +57,7 @@ def named_labels(
 ) -> tuple[np.ndarray, Sequence[str]]:
     """Return the class of each label, and the class names.
 
-    Labels are indices of the names. If all names are numbers, each label means the class with this number as its name.
+    Labels are indices of the names. If all names are numbers, each label means the class whose name is this number.
 
     Args:
         names: names of the classes; None: "0", "1", ...
@@ -65,8 +65,9 @@ def named_labels(
         classes: minimum number of classes without names.
 
     Raises:
-        DataError: names are numbers other than their indices, and a label is none of them; or, without names, a value between 0
-            and the largest label has no sample, so the number of classes is unknown, or a label is too large to be a class.
+        DataError: with names, some are numbers other than their indices, and a label is none of the names or not all names are
+            numbers. Without names, a value between 0 and the largest label has no sample, so the number of classes is unknown,
+            or a label is too large to be a class.
     """
     used = np.unique(labels)
     if names is not None:
@@ -317,7 +318,7 @@ def measured_range(
     maxima = list(in_order(lambda item: deep_maximum(read(item), max_pixels), items, threads))
     most = max(maxima, default=0)
     if most > 0 and (bytes_only := maxima.count(0)):
-        get_logger(__name__).warning("%s of 8 bits among deeper ones: not scaled", counted(bytes_only, "picture"))
+        get_logger(__name__).warning("Pictures of 8 bits among deeper ones are not scaled (%s).", counted(bytes_only, "picture"))
     measured = range_up_to(most) if most > 0 else None
     if measured is not None and min(maxima) < 0:
         raise DataError(

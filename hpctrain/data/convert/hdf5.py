@@ -46,7 +46,7 @@ def opened(path: Path, images: str = "images", labels: str = "labels", layout: L
             _check_memory(path, pixels)
             names = f"{pixels.name[1:]} in {path}", f"{targets.name[1:]} in {path}"
             if _MATLAB in pixels.attrs:
-                count = _count(names[0], pixels.shape, targets.shape)
+                count = _sample_count(names[0], pixels.shape, targets.shape)
                 pixels, targets = _MatlabArray(pixels, count), _MatlabArray(targets, count)
             first = channels_first(names[0], tuple(pixels.shape or ()), pixels.dtype, layout)
             of_labels = class_labels(names[1], targets, len(pixels))
@@ -55,7 +55,11 @@ def opened(path: Path, images: str = "images", labels: str = "labels", layout: L
 
 
 class _MatlabArray:
-    """Array that MATLAB has stored, with the dims in MATLAB's order, which HDF5 has in reverse, but `count` samples first."""
+    """Array that MATLAB has stored, with the samples first and the other dims in MATLAB's order, the reverse of HDF5's.
+
+    Args:
+        count: number of samples, which is the first or the last dim of `dataset`.
+    """
 
     def __init__(self, dataset: h5py.Dataset, count: int) -> None:
         self._dataset, self._first = dataset, dataset.shape[0] == count
@@ -72,11 +76,14 @@ class _MatlabArray:
         return np.moveaxis(values.T, -1, 0) if self._first else values.T
 
 
-def _count(name: str, images: tuple[int, ...], labels: tuple[int, ...]) -> int:
-    """Return the number of samples in arrays of MATLAB, of which it is the first or the last dim of the images.
+def _sample_count(name: str, images: tuple[int, ...], labels: tuple[int, ...]) -> int:
+    """Return the number of samples in arrays of MATLAB: the first or the last dim of the images.
+
+    Args:
+        images, labels: shapes of the arrays in HDF5's order.
 
     Raises:
-        DataError: it is unknown.
+        DataError: the number is not a dim of the labels, or the first and the last dim of the images are equal.
     """
     counts = {images[0], images[-1]} & set(labels) - {1}
     if not counts or images[0] == images[-1]:
