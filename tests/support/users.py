@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import shutil
 import tempfile
@@ -23,7 +24,7 @@ def as_nobody() -> Iterator[None]:
     owner._read_marker.cache_clear()
     checkpoint._read_sequence_and_run.cache_clear()
     user = os.geteuid()
-    for encoding in ("utf-16-le", "utf-16-be", "utf-32-le", "utf-32-be"):  # modules of root's Python, which `json` imports
+    for encoding in ("ascii", "latin-1", "utf-16-le", "utf-16-be", "utf-32-le", "utf-32-be"):  # Python keeps failed imports of them
         "".encode(encoding)
     if user == 0:
         os.seteuid(_NOBODY)
@@ -31,6 +32,7 @@ def as_nobody() -> Iterator[None]:
         yield
     finally:
         os.seteuid(user)
+        importlib.invalidate_caches()  # the listings of directories that only root may read are empty
 
 
 @pytest.fixture
