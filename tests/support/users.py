@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import importlib
 import os
 import shutil
@@ -24,8 +25,8 @@ def as_nobody() -> Iterator[None]:
     owner._read_marker.cache_clear()
     checkpoint._read_sequence_and_run.cache_clear()
     user = os.geteuid()
-    for encoding in ("ascii", "latin-1", "utf-16-le", "utf-16-be", "utf-32-le", "utf-32-be"):  # Python keeps failed imports of them
-        "".encode(encoding)
+    for encoding in ("ascii", "latin-1", "utf-16-le", "utf-16-be", "utf-32-le", "utf-32-be"):  # Python remembers a failed import
+        codecs.lookup(encoding)
     if user == 0:
         os.seteuid(_NOBODY)
     try:
