@@ -58,6 +58,7 @@ from hpctrain.planner.tasks import (
 )
 from hpctrain.trace.time_table import merge
 from hpctrain.training.passes import Passes
+from hpctrain.training.weight_watch import AgreedChecksums, alike_positions
 
 
 @dataclass(frozen=True)
@@ -316,7 +317,7 @@ def _half_pair(machine: Machine, placement: GroupPlacement, levels: Levels | Non
     return piece, seconds / 2
 
 
-_HEAD = 6  # number of values in the step's message before the batch statistics
+_HEAD = 6  # number of values in the step's message without batch statistics and checksums
 _NUMBER_BYTES = 8
 
 
@@ -338,7 +339,9 @@ class _Builder:
         strategies = group_strategies(job, candidate, machine.ranks_per_node)
         self._strategies = dict(zip(group_keys(strategies), strategies, strict=True))
         self._classes = alike_ranks(job, candidate, strategies)
-        self._message_bytes = _NUMBER_BYTES * (_HEAD + statistics_size(job.graph_of(1)))
+        rows, cols = candidate.plan.rows, candidate.plan.cols
+        checks = AgreedChecksums(alike_positions(rows * cols, rows), 0).size
+        self._message_bytes = _NUMBER_BYTES * (_HEAD + statistics_size(job.graph_of(1)) + checks)
 
     def program(self) -> StepProgram:
         facts = [self._facts(alike) for alike in self._classes]

@@ -409,15 +409,18 @@ class _Read:
     verified: tuple[Sequence[bool], ...]
 
 
-def alike_positions(groups: GridGroups) -> tuple[Sequence[Sequence[int]], ...]:
-    """Return, by kind, the groups of positions with equal contents: of unsplit layers, and of the parts of split layers."""
-    ranks, splits = groups.messages.size, groups.split_size
+def alike_positions(ranks: int, splits: int) -> tuple[Sequence[Sequence[int]], ...]:
+    """Return, by kind, the groups of positions with equal contents: of unsplit layers, and of the parts of split layers.
+
+    Args:
+        splits: number of ranks that share samples.
+    """
     return [range(ranks)], [range(split_rank, ranks, splits) for split_rank in range(splits)]
 
 
 def agreed_checksums(groups: GridGroups) -> AgreedChecksums:
     """Return the checksums by kind that ranks compare in each step's message."""
-    return AgreedChecksums(alike_positions(groups), groups.messages.rank)
+    return AgreedChecksums(alike_positions(groups.messages.size, groups.split_size), groups.messages.rank)
 
 
 class WeightWatch:
@@ -447,7 +450,7 @@ class WeightWatch:
         self._averagers, self._optimizers, self._agreed = averagers, guards, agreed_checksums(groups)
         self._facts = 0
         self._comm, self._every, self._hint = groups.messages, cadence.every_steps, cadence.hint
-        self._alike = alike_positions(groups)
+        self._alike = alike_positions(groups.messages.size, groups.split_size)
         statistics = _statistics(network, average)
         of_group = {name: _frozen_pieces(group) for name, group in network.frozen_groups.items()}
         frozen = tuple(piece for pieces in of_group.values() for piece in pieces)

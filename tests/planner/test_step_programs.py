@@ -527,7 +527,7 @@ def test_the_message_and_merges_have_the_bytes_of_the_statistics() -> None:
     size = sum(math.prod(spec.shape) for spec in statistics.values())
     assert statistics_size(job.graph_of(1)) == size
     tasks = program.classes[0].tasks
-    assert [message.bytes for message in tasks if isinstance(message, StepMessage)] == [8 * (6 + size)]
+    assert [message.bytes for message in tasks if isinstance(message, StepMessage)] == [8 * (6 + 9 + size)]  # 9: checksums
     channels = [node.spec.channels for node in job.graph_of(1).nodes if isinstance(node.spec, BatchNormSpec)]
     merges = [task.bytes for task in tasks if isinstance(task, Merge)]
     assert merges == [8 * (2 * count + 1) for count in channels] + [8 * 2 * count for count in reversed(channels)]
