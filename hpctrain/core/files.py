@@ -116,11 +116,11 @@ def open_regular(path: str | Path, flags: int = os.O_RDONLY, *, pipes: bool = Fa
     return _checked(path, flags | (os.O_NOFOLLOW if writes else 0), check)
 
 
-def open_own(path: str | Path, flags: int = os.O_RDONLY, mode: int = 0o666) -> int:
+def open_own(path: str | Path, flags: int = os.O_RDONLY, mode: int = 0o664) -> int:
     """Open a regular file whose name hpctrain derives, and return its descriptor. Another user's file is not opened.
 
     The path must not be a link. In a directory that is not private (see `is_private`), the file must belong to this user or root,
-    must not be writable for everyone, and must have no second name.
+    must not be writable for everyone, and must have no second name. A file that is only appended to may belong to another user.
 
     Args:
         flags: flags without O_TRUNC. O_CREAT creates a missing file.
@@ -135,8 +135,8 @@ def open_own(path: str | Path, flags: int = os.O_RDONLY, mode: int = 0o666) -> i
 
     def check(status: os.stat_result) -> None:
         _require_kind(status.st_mode, path)
-        own = _is_of_user(status) and status.st_nlink < 2 and not status.st_mode & stat.S_IWOTH
-        if not own and not is_private(os.path.realpath(os.path.dirname(path))):
+        own = flags & os.O_APPEND or (_is_of_user(status) and not status.st_mode & stat.S_IWOTH)
+        if not (own and status.st_nlink < 2) and not is_private(os.path.realpath(os.path.dirname(path))):
             raise OSError(errno.EPERM, "another user may have made it", os.fspath(path))
 
     check(os.lstat(path))

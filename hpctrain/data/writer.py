@@ -61,6 +61,7 @@ class UnfinishedFile:
 
     Attributes:
         path: temporary path of the file.
+        descriptor: descriptor of the file.
         size: size of the block, in bytes.
 
     Raises:
@@ -74,17 +75,17 @@ class UnfinishedFile:
         self.path = path.with_name(path.name + PARTIAL if self.keeps else f".{path.name}.{processes.own_mark()}.tmp")
         self._journal_path = self.path.with_name(self.path.name + _JOURNAL)
         self.size = self._journal_size = 0
-        self._descriptor = self._opened(self.path)
+        self.descriptor = self._opened(self.path)
         self._journal: int | None = None
         self._header = _line({"journal": _JOURNAL_VERSION, "source": hashlib.sha256((source or "").encode()).hexdigest()})
         try:
             if self.keeps:
                 self._lock()
-                if os.fstat(self._descriptor).st_size and not self._journal_path.is_file():
+                if os.fstat(self.descriptor).st_size and not self._journal_path.is_file():
                     raise self._foreign(self.path)  # such as a download of the same name
                 self._journal = self._opened(self._journal_path)
             else:
-                os.ftruncate(self._descriptor, 0)
+                os.ftruncate(self.descriptor, 0)
         except BaseException:
             self.close()
             raise
@@ -116,8 +117,8 @@ class UnfinishedFile:
             _write_all(self._journal, self._header, 0)
         os.ftruncate(self._journal, whole)
         self._journal_size = whole
-        os.ftruncate(self._descriptor, BLOCK_OFFSET + self.size)
-        _write_all(self._descriptor, bytes(BLOCK_OFFSET), 0)  # an interrupted `finish` may have written there
+        os.ftruncate(self.descriptor, BLOCK_OFFSET + self.size)
+        _write_all(self.descriptor, bytes(BLOCK_OFFSET), 0)  # an interrupted `finish` may have written there
 
     def append(self, block: memoryview, of: dict[str, Any]) -> None:
         """Append a chunk.
@@ -129,7 +130,7 @@ class UnfinishedFile:
         Raises:
             OSError: the chunk cannot be written.
         """
-        _write_all(self._descriptor, block, BLOCK_OFFSET + self.size)
+        _write_all(self.descriptor, block, BLOCK_OFFSET + self.size)
         if self._journal is not None:  # after the bytes, so that each line describes existing bytes
             line = _line({"bytes": len(block), "crc32": zlib.crc32(block), "of": of})
             _write_all(self._journal, line, self._journal_size)
@@ -143,7 +144,7 @@ class UnfinishedFile:
             OSError: the bytes cannot be read.
         """
         parts = []
-        while count and (part := os.pread(self._descriptor, min(count, 1 << 30), BLOCK_OFFSET + start)):
+        while count and (part := os.pread(self.descriptor, min(count, 1 << 30), BLOCK_OFFSET + start)):
             parts.append(part)
             start, count = start + len(part), count - len(part)
         return b"".join(parts)
@@ -154,7 +155,7 @@ class UnfinishedFile:
         Raises:
             OSError: the file cannot be truncated.
         """
-        os.ftruncate(self._descriptor, 0)
+        os.ftruncate(self.descriptor, 0)
 
     def publish(self) -> None:
         """Rename the finished file, which must be on the disk, to its final name."""
@@ -165,7 +166,7 @@ class UnfinishedFile:
 
     def discard(self) -> None:
         """Delete the unfinished file and its journal. No effect after `publish`."""
-        if self._descriptor < 0:
+        if self.descriptor < 0:
             return
         self.path.unlink(missing_ok=True)
         if self.keeps:
@@ -174,14 +175,14 @@ class UnfinishedFile:
 
     def close(self) -> None:
         """Close the files without deleting them."""
-        for descriptor in (self._descriptor, -1 if self._journal is None else self._journal):
+        for descriptor in (self.descriptor, -1 if self._journal is None else self._journal):
             if descriptor >= 0:
                 os.close(descriptor)
-        self._descriptor, self._journal = -1, None
+        self.descriptor, self._journal = -1, None
 
     def _lock(self) -> None:
         try:
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(self.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno == errno.EWOULDBLOCK:
                 raise DataError(f"Another process is writing {self.path}; wait for it, or give another output name.") from error
@@ -334,7 +335,7 @@ class DataFileWriter:
     def _finish(self) -> None:
         if self._written == 0:
             raise DataError(f"{self._path} would hold no images; a data file needs at least one.")
-        with StoreFile(self._file.path, keep=True) as stored:
+        with StoreFile(os.dup(self._file.descriptor)) as stored:
             # Large objects start on a page, so the map has no more pages than the images.
             aligned = {"alignment_threshold": _PAGE_BYTES, "alignment_interval": _PAGE_BYTES}
             with h5py.File(stored, "w", libver=_LIBVER, **aligned) as file:

@@ -89,7 +89,7 @@ def gather_directory(place: OwnPlace) -> DirectoryFacts | None:
     begin = time.perf_counter()
     try:
         write_bytes(path, content)
-        matches = read_bytes(path, own=True) == content
+        matches = read_bytes(path) == content
         path.unlink()
     except OSError as error:
         return DirectoryFacts(str(directory), error.errno or errno.EIO)

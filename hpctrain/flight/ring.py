@@ -114,7 +114,7 @@ class RingWriter:
         """
         path.parent.mkdir(parents=True, exist_ok=True)
         begun = path.with_name(f".{path.name}.{processes.own_mark()}")
-        descriptor = os.open(begun, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
+        descriptor = os.open(begun, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o664)
         try:
             os.posix_fallocate(descriptor, 0, _SIZE)  # a full disk raises an error here, instead of SIGBUS later
             moved = mmap.mmap(descriptor, _SIZE)

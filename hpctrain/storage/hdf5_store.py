@@ -46,16 +46,18 @@ class StoreFile(io.RawIOBase):
     `place` writes arrays to the disk; `finish` writes the bytes that HDF5 has written.
 
     Args:
-        keep: whether to keep the bytes of an existing file at the places that HDF5 does not overwrite.
+        file: path of the file, which replaces an earlier one; or the descriptor of an open file, which this object closes, and
+            which keeps its bytes at the places that HDF5 does not overwrite.
 
     Raises:
         OSError: the file cannot be created.
     """
 
-    def __init__(self, path: Path, *, keep: bool = False) -> None:
-        self._descriptor = open_own(path, os.O_RDWR | os.O_CREAT)
-        if not keep:
-            os.ftruncate(self._descriptor, 0)
+    def __init__(self, file: Path | int) -> None:
+        if not isinstance(file, int):  # on file systems with one owner for all files, only a new file is known to be the user's
+            file.unlink(missing_ok=True)
+            file = open_own(file, os.O_RDWR | os.O_CREAT)
+        self._descriptor = file
         self._written: list[tuple[int, bytes]] = []
         self._at = self._size = 0
 
@@ -430,13 +432,14 @@ def _require_values(file: h5py.File, dataset: h5py.Dataset, tree: Path | None, l
     """Raise unless all values of a dataset are in the file or in external files; see `require_stored`."""
     if not dataset.size:
         return
-    plist = dataset.id.get_create_plist()
+    plist, left = dataset.id.get_create_plist(), dataset.nbytes
     for number in range(plist.get_external_count()):
         name, offset, size = plist.get_external(number)
         prefix = dataset.id.get_access_plist().get_efile_prefix() or os.fsencode(Path.cwd())
         path = _other_file(file, os.fsdecode(os.path.join(prefix, name)), tree)
-        if path.stat().st_size < offset + min(size, dataset.nbytes):
+        if path.stat().st_size < offset + min(size, left):
             raise ValueError(f"{path} has too few bytes")
+        left -= min(size, left)
     if dataset.chunks is not None:
         chunks = math.prod(-(-length // each) for length, each in zip(dataset.shape, dataset.chunks, strict=True))
         if dataset.id.get_num_chunks() != chunks:

@@ -18,14 +18,16 @@ import pytest
 
 from hpctrain.cli import run_command
 from hpctrain.comm.base import SingleCommunicator
-from hpctrain.core.errors import DataError
+from hpctrain.core import files
+from hpctrain.core.errors import CheckpointError, DataError
 from hpctrain.core.files import open_own, open_regular, read_text
 from hpctrain.data.convert import arrays, hdf5
 from hpctrain.data.image_file import ImageFile
 from hpctrain.data.local_copy import LocalRequest, open_local
 from hpctrain.data.writer import ImageFileWriter, write_data_file
 from hpctrain.doctor import files as doctor
-from hpctrain.storage import atomic_write
+from hpctrain.storage import atomic_write, checkpoint
+from hpctrain.storage.checkpoint import CheckpointContent
 from tests.support.data_files import make_node
 
 _ALONE = SingleCommunicator()
@@ -76,10 +78,18 @@ def _text(directory: Path) -> object:
     return read_text(directory / "text")
 
 
+def _checkpoint(directory: Path) -> object:
+    checkpoint.write(directory / "checkpoint-00000001.h5", CheckpointContent({"parameters/w": np.ones(2)}, {}))
+    return checkpoint.read(directory / "checkpoint-00000001.h5").tensors["parameters/w"].tolist()
+
+
 def _doctor(directory: Path) -> object:
     _opened.append(str(doctor.probe_path(directory, "hdf5")))  # opened by HDF5, without an audit event
     doctor._probe(directory)
     doctor._make(doctor.probe_path(directory, "shared"))
+    facts = doctor.gather_directory(SimpleNamespace(leads_job=True, directory=directory))  # type: ignore[arg-type]
+    if facts is not None and facts.error:
+        raise OSError(facts.error, "not written")
     return doctor.look(directory, "").error in (0, 17)
 
 
@@ -97,11 +107,17 @@ PROGRAMS: dict[str, Callable[[Path], object]] = {
     "kept copy": _kept_copy,
     "conversion": _conversion,
     "text": _text,
+    "checkpoint": _checkpoint,
     "doctor": _doctor,
     "attempts": _attempts,
     "own": _own,
 }
 KINDS = ["link", "dangling", "hard link", "pipe", "zero", "other user's", "directory"]
+
+
+def _made(directory: Path) -> Path:
+    directory.mkdir()
+    return directory
 
 
 def _plant(path: Path, kind: str, victim: Path, legitimate: bytes) -> None:
@@ -161,11 +177,30 @@ def test_no_file_that_another_user_may_have_made_is_overwritten_read_or_waited_f
         _plant(shared / name, kind, victim, contents.get(name, bytes(5000)))
         try:
             result = run()
-        except (OSError, DataError):
+        except (OSError, DataError, CheckpointError):
             result = expected
         assert (name, kind, result) == (name, kind, expected)
         assert victim.read_bytes() == b"precious", (name, kind)
         assert not victim.with_name("new").exists(), (name, kind)
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize("mount", ["umask 0", "one owner"])
+def test_a_directory_in_which_users_cannot_be_distinguished_can_be_used(
+    program: str, mount: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Programs write with any umask, and where all files belong to another user, as on many mounts of network shares."""
+    expected = PROGRAMS[program](_made(tmp_path / "private"))
+    if mount == "one owner":
+        monkeypatch.setattr(files, "_is_of_user", lambda status: False)
+    before = os.umask(0 if mount == "umask 0" else 0o022)
+    try:
+        shared = _made(tmp_path / "shared")
+        shared.chmod(0o777)
+        assert [PROGRAMS[program](shared) for _ in range(1 if program in ("own", "conversion") else 2)][-1] == expected
+        assert "cannot be written" not in capfd.readouterr().err
+    finally:
+        os.umask(before)
 
 
 def test_a_file_of_a_colleague_is_read_and_a_link_of_another_user_is_not_written_through(tmp_path: Path) -> None:
@@ -242,13 +277,18 @@ def _external(file: h5py.File, target: str, name: str = "images") -> None:
     file.create_dataset(name, IMAGES.shape, "u1", external=[(target, 0, IMAGES.nbytes)])
 
 
+def _two_external(file: h5py.File, target: str, name: str = "images") -> None:
+    (Path(file.filename).parent / "first").write_bytes(IMAGES.tobytes()[:100])
+    file.create_dataset(name, IMAGES.shape, "u1", external=[("first", 0, 100), (target, 100, h5py.h5f.UNLIMITED)])
+
+
 def _virtual(file: h5py.File, target: str, name: str = "images") -> None:
     layout = h5py.VirtualLayout(IMAGES.shape, np.uint8)
     layout[...] = h5py.VirtualSource(target, "x", shape=IMAGES.shape)
     file.create_virtual_dataset(name, layout)
 
 
-@pytest.mark.parametrize("refer", [_link, _external, _virtual])
+@pytest.mark.parametrize("refer", [_link, _external, _two_external, _virtual])
 @pytest.mark.usefixtures("_in_time")
 def test_a_foreign_file_reads_only_regular_files_below_its_directory(
     refer: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -256,7 +296,7 @@ def test_a_foreign_file_reads_only_regular_files_below_its_directory(
     """Links, external storage and virtual datasets may refer to files next to the file, but not to pipes and files elsewhere."""
     (tmp_path / "sub").mkdir()
     for place in (tmp_path, tmp_path / "sub"):
-        if refer is _external:
+        if refer in (_external, _two_external):
             (place / "values").write_bytes(IMAGES.tobytes())
         else:
             with h5py.File(place / "values", "w") as file:
