@@ -193,7 +193,7 @@ OTHER_DATA = FindingKind(
 
 MADE_DIFFERENTLY = FindingKind(
     "data-made-differently",
-    Severity.WARNING,
+    Severity.REMARK,
     "Data files or weights were made with different options, or a metric does not depend on the training.",
     "Convert all files with the same options, and choose another metric.",
 )
