@@ -536,6 +536,7 @@ def _only(names: Sequence[str], others: Sequence[str]) -> str:
 
 #: ranges that count as equal, because each is the whole range of its type: bytes, 16-bit integers, floating-point numbers
 _WHOLE_RANGES = ((0.0, 255.0), (0.0, 65535.0), (0.0, 1.0))
+_FEWEST_VALUES = 16  # width of the narrowest range that may be one of pictures
 #: key of each fact about the making of pixels -> function that returns its text
 _FACTS: Mapping[str, Callable[[Any], str]] = {
     "image_shape": lambda shape: "images of " + " x ".join(map(str, shape[:2])),
@@ -697,9 +698,13 @@ class ImageForm:
 
     @classmethod
     def of(cls, file: ImageFile | DataFacts) -> ImageForm:
-        """Return the form of a data file's images. If `fit` is missing, the converters' default is used."""
+        """Return the form of a data file's images. If `fit` is missing, the converters' default is used.
+
+        Ranges of a few values are those of floating-point numbers in arrays, such as -1 to 1, which do not fit pictures.
+        """
         height, width, channels = file.shape
-        return cls((height, width, channels), file.fit or "crop", file.value_range)
+        low, high = file.value_range or (0.0, 0.0)
+        return cls((height, width, channels), file.fit or "crop", file.value_range if high - low >= _FEWEST_VALUES else None)
 
 
 Split = Literal["train", "validation", "test"]

@@ -114,7 +114,9 @@ class Optimizer(metaclass=CheckedArguments):
         """
         values = {name: getattr(self, name, None) for name in (_arguments(type(self)).parameters if arguments else vars(self))}
         kind = {} if arguments else {"class": type(self).__qualname__}
-        return {**kind, **{name: value for name, value in values.items() if isinstance(value, _PLAIN)}}
+        plain = {name: value.item() if isinstance(value, np.generic) else value for name, value in values.items()}
+        numbers = {name: float(value) for name, value in plain.items() if isinstance(value, int | float)}  # 0 and 0.0 are equal
+        return {**kind, **{name: numbers.get(name, value) for name, value in plain.items() if isinstance(value, _PLAIN)}}
 
     @abstractmethod
     def bind(self, group: FlatGroup, owned: Sequence[Segment]) -> None:

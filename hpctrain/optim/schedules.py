@@ -74,9 +74,9 @@ class LearningRateSchedule(metaclass=CheckedArguments):
         """Return the learning rate of `step`, which need not be an integer. After the end of training, the rate is constant."""
         warmup = self.warmup_steps
         if step < warmup:
-            return self.base_lr * (self.warmup_start + (1.0 - self.warmup_start) * self.rise(step / warmup))
+            return float(self.base_lr * (self.warmup_start + (1.0 - self.warmup_start) * self.rise(step / warmup)))
         remaining = self.total_steps - warmup
-        return self.after_warmup(step, min(1.0, (step - warmup) / remaining) if remaining else 1.0)
+        return float(self.after_warmup(step, min(1.0, (step - warmup) / remaining) if remaining else 1.0))
 
     def rate(self, step: float, state: PlateauState | None) -> float:
         """Return the learning rate of `step` in a training whose evaluations so far have led to `state`."""

@@ -468,7 +468,8 @@ def _build_prediction(
     if request.fit is not None:
         form = replace(form, fit=request.fit)
     facts = described(replace(data, shape=form.shape, fit=form.fit, value_range=form.value_range))
-    for warning in differences("each picture", facts, "the training images", described(data)) if session.is_root else ():
+    known = described(replace(data, value_range=ImageForm.of(data).value_range))
+    for warning in differences("each picture", facts, "the training images", known) if session.is_root else ():
         log.get_logger(__name__).warning(warning.removeprefix(WARNING))
     images = pictures(config, data, form, files, session.threads.threads, request.max_pixels)
     replica = trained_replica(session, content, data, images, averaged=request.averaged)

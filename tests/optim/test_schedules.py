@@ -8,6 +8,7 @@ from dataclasses import asdict
 from functools import partial
 from itertools import pairwise
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -194,6 +195,21 @@ def test_one_cycle_boundary_values(anneal):
     assert schedule.lr(21 + 21) == pytest.approx(0.4 * (1 + 0.01) / 2)  # half of the fall, for both shapes
     assert schedule.lr(63) == pytest.approx(0.004)
     assert OneCycle(**COMMON, peak=0.0).lr(0) == 0.4
+
+
+@pytest.mark.parametrize("number", [np.float16, np.float32, np.float64, np.int64, np.array])
+def test_rates_are_plain_numbers(number):
+    """A schedule of a user may compute with NumPy; records and messages need numbers of Python."""
+
+    class Computed(Constant):
+        def rise(self, progress):
+            return number(progress)
+
+        def after_warmup(self, step, progress):
+            return number(1)
+
+    schedule = Computed(base_lr=0.5, epochs=4, steps_per_epoch=2, warmup_epochs=1, warmup_start=0.0)
+    assert json.dumps([schedule.lr(step) for step in (0, 2, 5)]) == "[0.0, 1.0, 1.0]"
 
 
 def test_training_that_is_all_warm_up():

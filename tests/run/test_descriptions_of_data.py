@@ -18,7 +18,7 @@ from hpctrain.cli.main import cli
 from hpctrain.core.errors import DataError, HpctrainError
 from hpctrain.data.convert import arrays, table
 from hpctrain.data.convert.common import named_labels
-from hpctrain.data.image_file import ImageFile
+from hpctrain.data.image_file import ImageFile, ImageForm
 from hpctrain.data.writer import write_data_file
 from hpctrain.run.model_weights import of_checkpoint
 from hpctrain.storage import checkpoint
@@ -257,3 +257,15 @@ def test_metrics_that_no_training_changes_cause_a_warning(tmp_path: Path, capfd:
         replica = started.replica(hpctrain.model("small", channels=[2], hidden=3), (8, 8, 1), backend="numpy")
         started.array_loader(replica, np.zeros((24, 8, 8, 1), np.float32), labels)
     assert "have only 1 class" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("stored", "of_pictures"),
+    [(None, None), ((-1, 1), None), ((0, 1.02), None), ((-2.1, 2.6), None), ((0, 200), (0, 200)), ((0, 4095), (0, 4095))],
+)
+def test_pictures_are_not_scaled_from_ranges_of_floating_point_numbers(
+    stored: tuple[float, float] | None, of_pictures: tuple[float, float] | None, tmp_path: Path
+) -> None:
+    file = ImageFile.open(replace(Made(), value_range=stored).write(tmp_path / "made.h5", 0))
+    assert file.value_range == stored
+    assert ImageForm.of(file).value_range == of_pictures

@@ -358,6 +358,18 @@ def test_a_step_with_other_settings_on_one_rank_is_an_error_on_all_ranks(strateg
     assert f": {what} is " in sentences[0]
 
 
+@pytest.mark.parametrize("zero", [0, 0.0, np.float32(0), np.float64(0), np.int64(0), False])
+def test_equal_settings_of_other_types_are_equal(zero: object) -> None:
+    """The checksums of settings are equal if and only if the values are, whatever their types."""
+    ours, other = Sgd(momentum=0.0), Sgd(momentum=0.0)
+    for value, one in ((zero, ours), (np.float32(0.5), other)):
+        object.__setattr__(one, "weight_decay", value)
+    for arguments in (False, True):
+        expected = Sgd(momentum=0.0).settings(arguments=arguments)
+        assert repr(ours.settings(arguments=arguments)) == repr(expected)
+        assert repr(other.settings(arguments=arguments)) != repr(expected)
+
+
 SIZES = st.lists(st.integers(0, 40), max_size=6)
 
 
