@@ -186,8 +186,9 @@ def _started(process: JobProcess, asked: _Asked, watch: SignalWatch | None) -> J
     asked.check(watch)
     threads = None if asked.threads is None else int(asked.threads)
     plan = raise_on_all_ranks(world, lambda: set_threads(launcher, threads, measures=True))
-    if (busy := busy_node(world, plan.load)) and world.rank == 0:
-        _log.warning(busy)
+    busy = busy_node(world, plan.load)
+    if world.rank == 0 and (busy or "other programs" in plan.reason):
+        _log.warning(busy or str(plan))
     best, rows, cols = None, int(asked.rows), asked.cols
     if asked.automatic is not None:
         best = asked.automatic.best(StartedJob(world, plan.threads, asked.deadline_seconds), asked.batch)

@@ -82,20 +82,23 @@ def set_threads(
         plan = _requested(_VARIABLE, text, int(first) if first.isdecimal() else None, cores, how)
     else:
         plan = ThreadPlan(cores, cores, how)
+    load = node_load(launcher, plan.threads) if measures and not launcher.local_rank else None
+    if load is not None and load.is_busy and requested is None and _VARIABLE not in environ and not launcher.starts_mpi:
+        taken = min(load.others, cores - 1)  # a thread without a core would delay the others in each kernel
+        plan = replace(plan, threads=cores - taken, reason=f"{how}, of which other programs use {taken}")
     for variable in VARIABLES:
         if requested is not None:
             environ[variable] = str(plan.threads)
         else:
             environ.setdefault(variable, str(plan.threads))
     _started_in.update([os.getpid()] if launcher.starts_mpi or plan.threads > 1 else [])
-    load = node_load(launcher, plan.threads) if measures and not launcher.local_rank else None
     if load is not None and load.is_busy and not any(variable in environ for variable in _SPIN_VARIABLES):
         environ[_SPIN_VARIABLES[0]] = _SPINS
     if "numpy" in sys.modules:  # its pools have started and no longer read the environment
         from threadpoolctl import threadpool_limits
 
         threadpool_limits(limits=plan.threads)
-    return replace(plan, load=load)
+    return replace(plan, load=None if load is None else replace(load, threads=plan.threads))
 
 
 def _requested(name: str, text: str, threads: int | None, cores: int, how: str) -> ThreadPlan:

@@ -314,6 +314,18 @@ def test_a_team_sleeps_early_on_a_busy_node_unless_the_user_decides(others: int,
         assert found == (chosen or ({"GOMP_SPINCOUNT": "1000"} if others else {}))
 
 
+@pytest.mark.parametrize("others", [0, 1, 3, 9])
+def test_a_lone_process_leaves_busy_cores_to_other_programs(others: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only if the number is chosen automatically; a launcher's ranks have the same number everywhere."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(1000, 1004)))
+    monkeypatch.setattr("hpctrain.launch.threads.node_load", lambda launcher, threads: NodeLoad(others, 1, threads, 4))
+    plan = set_threads(ALONE, None, {}, measures=True)
+    assert plan.threads == max(1, 4 - others)
+    assert ("other programs" in str(plan)) is (others > 0)
+    assert [set_threads(ALONE, *given, measures=True).threads for given in ((3, {}), (None, {"OMP_NUM_THREADS": "3"}))] == [3, 3]
+    assert set_threads(Launcher("MPICH hydra mpiexec", 1, 0, 1, 0, "PMI_RANK"), None, {}, measures=True).threads == 4
+
+
 def test_more_ranks_than_cores_have_one_thread_each() -> None:
     assert set_threads(SHARED, None, {}).threads == 1
 
