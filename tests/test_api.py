@@ -210,8 +210,7 @@ def test_start_reports_a_busy_machine_once(
     others: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The Python API warns with the sentence of the command `train`."""
-    load = NodeLoad(others, 1, 2, 2)
-    monkeypatch.setattr("hpctrain.launch.threads.node_load", lambda launcher, threads: load)
+    monkeypatch.setattr("hpctrain.launch.threads.node_load", lambda launcher, threads: NodeLoad(2 * others, 1, threads, 2))
     with hpctrain.start(batch=8):
         pass
     assert capsys.readouterr().err.count("busy machine: ") == others

@@ -68,7 +68,8 @@ def set_threads(
         launcher: result of `detect`.
         requested: number from the configuration; None: OMP_NUM_THREADS if it is set, otherwise the rank's cores.
         environ: environment; changed in place.
-        measures: whether the first rank of a node measures the node's load, and lets its threads sleep earlier on a busy node.
+        measures: whether the first rank of a node measures the node's load. On a busy node its threads sleep earlier, and a
+            process that is alone, may use all cores and may choose its number of threads leaves the busy cores to others.
 
     Raises:
         LaunchError: more threads are requested than there are CPUs on which the rank may run, or OMP_NUM_THREADS is no number.
@@ -83,7 +84,8 @@ def set_threads(
     else:
         plan = ThreadPlan(cores, cores, how)
     load = node_load(launcher, plan.threads) if measures and not launcher.local_rank else None
-    if load is not None and load.is_busy and requested is None and _VARIABLE not in environ and not launcher.starts_mpi:
+    chooses = requested is None and _VARIABLE not in environ and not launcher.starts_mpi
+    if load is not None and load.is_busy and chooses and cores == load.cores:
         taken = min(load.others, cores - 1)  # a thread without a core would delay the others in each kernel
         plan = replace(plan, threads=cores - taken, reason=f"{how}, of which other programs use {taken}")
     for variable in VARIABLES:
@@ -120,8 +122,9 @@ def _requested(name: str, text: str, threads: int | None, cores: int, how: str) 
     return ThreadPlan(threads, cores, f"{origin}; {how}")
 
 
-#: number and interval of the counts of running tasks; the minimum excludes tasks that run only briefly
-_COUNTS, _COUNT_SECONDS = 5, 2e-3
+#: number, for a process that is alone and for ranks, and interval of the counts of running tasks; the minimum excludes tasks that
+#: run only briefly
+_LONE_COUNTS, _COUNTS, _COUNT_SECONDS = 100, 5, 2e-3
 
 
 @dataclass(frozen=True)
@@ -162,7 +165,8 @@ class NodeLoad:
 def node_load(launcher: Launcher, threads: int, proc: Path = Path("/proc")) -> NodeLoad | None:
     """Return the load of this node; None if the system does not report it. Call it before this rank computes.
 
-    A thread counts if it is running now and was running during the last minute, by the load average.
+    A thread counts if it is running now. Next to other ranks, which start at the same time, it must also have been running during
+    the last minute, by the load average; a process that is alone counts for 0.2 s instead.
 
     Args:
         launcher: result of `detect`.
@@ -171,9 +175,12 @@ def node_load(launcher: Launcher, threads: int, proc: Path = Path("/proc")) -> N
     """
     ranks, counts = launcher.local_size or 1, []
     try:
-        for _ in range(_COUNTS):
+        for _ in range(_COUNTS if launcher.starts_mpi else _LONE_COUNTS):
             average, _, _, tasks, _ = (proc / "loadavg").read_text().split()
-            counts.append(min(round(float(average)), int(tasks.partition("/")[0]) - ranks))
+            running = int(tasks.partition("/")[0]) - ranks
+            counts.append(min(round(float(average)), running) if launcher.starts_mpi else running)
+            if running <= 0:
+                break
             time.sleep(_COUNT_SECONDS)
     except (OSError, ValueError):
         return None

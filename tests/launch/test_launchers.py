@@ -316,7 +316,7 @@ def test_a_team_sleeps_early_on_a_busy_node_unless_the_user_decides(others: int,
 
 @pytest.mark.parametrize("others", [0, 1, 3, 9])
 def test_a_lone_process_leaves_busy_cores_to_other_programs(others: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only if the number is chosen automatically; a launcher's ranks have the same number everywhere."""
+    """Only if it chooses its number and may use all cores: other programs may have other cores; ranks have equal numbers."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(1000, 1004)))
     monkeypatch.setattr("hpctrain.launch.threads.node_load", lambda launcher, threads: NodeLoad(others, 1, threads, 4))
     plan = set_threads(ALONE, None, {}, measures=True)
@@ -324,6 +324,8 @@ def test_a_lone_process_leaves_busy_cores_to_other_programs(others: int, monkeyp
     assert ("other programs" in str(plan)) is (others > 0)
     assert [set_threads(ALONE, *given, measures=True).threads for given in ((3, {}), (None, {"OMP_NUM_THREADS": "3"}))] == [3, 3]
     assert set_threads(Launcher("MPICH hydra mpiexec", 1, 0, 1, 0, "PMI_RANK"), None, {}, measures=True).threads == 4
+    monkeypatch.setattr("hpctrain.launch.threads.node_load", lambda launcher, threads: NodeLoad(others, 1, threads, 64))
+    assert set_threads(ALONE, None, {}, measures=True).threads == 4
 
 
 def test_more_ranks_than_cores_have_one_thread_each() -> None:
@@ -442,6 +444,8 @@ def test_one_rule_for_the_key_and_for_the_variable(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize(
     ("average", "running", "threads", "others", "busy"),
     [
+        ("0.20", 9, 0, 8, True),  # 0: a process that is alone, with 2 threads
+        ("8.10", 1, 0, 0, False),
         ("8.10", 9, 2, 8, True),
         ("8.10", 2, 2, 1, True),  # most of them have ended or wait for a disk
         ("2.90", 1, 2, 0, False),  # the load of a training that has ended a moment ago
@@ -456,7 +460,8 @@ def test_the_load_of_other_programs(
     """The load average includes a training that has just ended, and the count includes ranks that are starting."""
     monkeypatch.setattr("hpctrain.launch.threads.physical_cores", lambda cpus: 2)
     (tmp_path / "loadavg").write_text(f"{average} 1.00 1.00 {running}/80 11\n")
-    load = node_load(ALONE, threads, tmp_path)
+    launcher = Launcher("MPICH hydra mpiexec", 2, 0, 1, 0, "PMI_RANK") if threads else ALONE
+    load = node_load(launcher, threads or 2, tmp_path)
     assert (None if load is None else load.others) == others
     assert (load is not None and load.is_busy) == busy
     if busy:
