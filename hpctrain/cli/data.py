@@ -587,9 +587,11 @@ def _checked_range(value: tuple[float, float] | None) -> tuple[float, float] | N
 def _range(value_range: tuple[float, float] | None, names_file: Path | None) -> dict[str, Any]:
     """Return the keywords of a converter for the range of deep values: that of the option, or of the data file of class names."""
     if value_range is None and names_file is not None and names_file.suffix in _DATA_FILES:
-        from hpctrain.data.image_file import ImageFile, ImageForm
+        from hpctrain.data.image_file import ImageFile
 
-        return {"value_range": ImageForm.of(ImageFile.open(names_file)).value_range, "measures": False}
+        inherited = ImageFile.open(names_file).value_range
+        is_deep = inherited is not None and inherited[1] >= 255  # other ranges are those of bytes or floating-point numbers
+        return {"value_range": inherited if is_deep else None, "measures": False}
     return {"value_range": value_range, "measures": value_range is None}
 
 

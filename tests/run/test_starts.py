@@ -315,7 +315,7 @@ def test_the_doctor_says_what_a_training_says(inputs: Path) -> None:
     assert gathered([here, other], "data.test") == sentence
     assert gathered([other, other], "data.test") == "ok: All ranks have the same 2 data files."
     assert gathered([other], "data.test") == "ok: Nothing to compare."
-    assert gathered([here, here], "data.test").startswith(f"warning: {here} holds the training images")
+    assert gathered([here, here], "data.test").startswith(f"remark: {here} holds the training images")
     weights = [inputs / f"{rank}.pt" for rank in range(2)]
     for path in weights:
         path.write_text(path.name)
