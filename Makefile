@@ -2,6 +2,7 @@
 # make quick    lint and the fast tests, one case of each: a minute
 # make test     all but `thorough` tests, with a sample of their cases: 2, 3 and 4 ranks, one process, Open MPI; 15 minutes on 2 cores
 # make test-all all cases of every test, 6,000 combinations of options, 64 ranks, kills, signals; hours
+# make size     lines of each room against its budget, and what the working tree adds to the commit BASE; LOWER=1 lowers limits
 # make check    lint, types, import contract, single-process tests
 # make test-N   the tests that need N ranks
 # make test-mpich     all but the tests on Open MPI
@@ -90,7 +91,7 @@ GPU_OUT ?= gpu-check
 GPU_CARRIED := nvidia-cudnn-frontend==1.23.0 mpich pydantic pydantic_core annotated-types typing-inspection mpi-pytest
 GPU_PLATFORMS := manylinux_2_28_x86_64 manylinux_2_27_x86_64 manylinux_2_17_x86_64 manylinux2014_x86_64
 
-.PHONY: train test test-mpich test-openmpi openmpi-jobs check quick test-all lint lint-rules lint-format lint-types lint-imports lint-words unit grid-matrix grid-float32 grid-full grid-seeds many-ranks combinations release docs site slurm slurm-packages signals faults browser parity parity-install perf gpu-floor gpu-plans gpu-check gpu-wheels gpu-rehearse clean
+.PHONY: train test test-mpich test-openmpi openmpi-jobs check quick test-all lint lint-rules lint-format lint-types lint-imports lint-words size unit grid-matrix grid-float32 grid-full grid-seeds many-ranks combinations release docs site slurm slurm-packages signals faults browser parity parity-install perf gpu-floor gpu-plans gpu-check gpu-wheels gpu-rehearse clean
 
 $(VENV)/installed: requirements.txt pyproject.toml setup.py
 	$(PYTHON) -m venv $(VENV)
@@ -109,7 +110,7 @@ data/fashion-mnist/train.h5: | $(VENV)/installed
 train: $(VENV)/installed data/fashion-mnist/train.h5
 	$(BIN)/mpiexec -n $(RANKS) $(PY) -m mpi4py -m hpctrain train configs/quickstart.yaml
 
-lint: lint-rules lint-format lint-types lint-imports lint-words
+lint: lint-rules lint-format lint-types lint-imports lint-words size
 
 lint-rules: $(VENV)/installed-dev
 	$(BIN)/ruff check hpctrain hpctrain_testing tests benchmarks
@@ -126,13 +127,16 @@ lint-imports: $(VENV)/installed-dev
 lint-words: $(VENV)/installed-dev
 	$(BIN)/codespell hpctrain hpctrain_testing docs configs jobs *.md
 
+size: $(VENV)/installed-dev
+	$(PY) -m hpctrain_testing.size --base $(BASE) $(if $(LOWER),--lower)
+
 unit: $(VENV)/installed-dev
 	$(TEST_ENV) $(PY) -m pytest $(SPREAD) -m "parallel[1]"
 
 # Targets of about ten seconds each share the cores. A test process reads and imports only the files of its share.
 quick: $(VENV)/installed-dev
 	$(MAKE) --jobs $(shell env -u OMP_NUM_THREADS nproc) --keep-going --output-sync=target LEVEL=quick \
-		lint-types $(addprefix quick-,$(QUICK_SHARES)) lint-rules lint-format lint-imports lint-words
+		lint-types $(addprefix quick-,$(QUICK_SHARES)) lint-rules lint-format lint-imports lint-words size
 
 quick-%: $(VENV)/installed-dev
 	$(TEST_ENV) HPCTRAIN_TEST_SHARE=$*/$(words $(QUICK_SHARES)) $(PY) -m pytest -q -m "parallel[1] and not slow and not job"
