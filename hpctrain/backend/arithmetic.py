@@ -440,8 +440,6 @@ class Arithmetic(ABC):
 
         Args:
             momentum: state of the momentum, empty if `factor` is 0.
-            factor: factor of the momentum.
-            nesterov: whether to apply Nesterov's momentum.
             shadow: bfloat16 array of the size of `data`, which receives the rounded data of all updated elements.
         """
 
@@ -454,6 +452,5 @@ class Arithmetic(ABC):
         Args:
             first: state of the first moment.
             second: state of the second moment.
-            rule: constants of the descent.
             shadow: bfloat16 copy, as in `descent`.
         """

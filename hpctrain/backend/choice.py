@@ -195,7 +195,6 @@ class Backend:
     Attributes:
         name: name of the kernel set, never "auto".
         dtype: dtype of activations: "float32", "float64" or "bfloat16".
-        kernels: kernel set, which makes the operators and allocates their memory.
         description: description for users, such as "onednn, float32".
         versions: versions of this backend's libraries, recorded by a run in addition to the versions that all runs record.
     """

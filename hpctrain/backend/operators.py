@@ -156,7 +156,6 @@ class Operator(ABC):
     only the buffers that are declared here as needed; the plan may reuse all other buffers before.
 
     Attributes:
-        spec: spec of the operation.
         inputs: specs, with layouts, of the inputs that the operator reads. The plan inserts copies if a neighbour's layout
             differs.
         output: spec, with layout, of the output.

@@ -56,8 +56,6 @@ def rounded(
     Args:
         make: function that returns an operator for the specs of its inputs.
         inputs: specs of the inputs in bfloat16.
-        training: whether the operator computes gradients.
-        convert: function that prepares the copies.
     """
     inner = make(*map(in_float32, inputs))
     kind = RoundedLinear if isinstance(inner, SufficientFactors) else RoundedOperator

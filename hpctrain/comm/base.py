@@ -91,13 +91,7 @@ class Communicator(Protocol):
         ...
 
     def ireduce_scatter(self, send: Array, recv: Array, counts: Sequence[int]) -> Handle:
-        """Sum `send` over the ranks, and write piece r of the sum to `recv` on rank r. Collective.
-
-        Args:
-            send: this rank's terms of all pieces, in rank order.
-            recv: buffer of this rank's piece.
-            counts: elements of each piece.
-        """
+        """Sum `send` over the ranks, and write piece r of the sum to `recv` on rank r. Collective."""
         ...
 
     def iallgather(self, send: Array | None, recv: Array, counts: Sequence[int]) -> Handle:
@@ -106,7 +100,6 @@ class Communicator(Protocol):
         Args:
             send: this rank's piece; None: it is already in place.
             recv: buffer of all pieces.
-            counts: elements of each piece.
         """
         ...
 
@@ -160,13 +153,6 @@ class ForwardingCommunicator:
     """Base of communicators that forward operations to another communicator of the same ranks. Subclasses change some operations.
 
     Args:
-        inner: communicator to which operations are forwarded.
-
-    Attributes:
-        rank: rank of this process in `inner`.
-        size: number of ranks.
-        name: name of `inner`.
-        world_ranks: world ranks of `inner`'s ranks.
         inner: communicator to which operations are forwarded.
     """
 

@@ -50,7 +50,6 @@ def node_numbers(comm: Communicator, node: Communicator) -> tuple[int, ...]:
     """Return the index of each rank's node; nodes are numbered in the order of their lowest ranks. Collective; at set-up only.
 
     Args:
-        comm: communicator of the ranks.
         node: communicator of the ranks of `comm` on this rank's node, from `split_shared_memory`.
     """
     leaders = comm.allgather_object(node.broadcast_object(comm.rank))
@@ -91,8 +90,6 @@ def within_node(comm: Communicator, two: Levels, name: str) -> Communicator:
 
     Args:
         comm: communicator whose ranks have the order of `two`, as returned by `in_levels`.
-        two: the levels.
-        name: name of the communicator, for messages.
     """
     return _split(comm, comm.rank % two.nodes, f"{name} within nodes")
 
@@ -125,7 +122,6 @@ class TwoLevel(ForwardingCommunicator):
 
     Args:
         flat: communicator of all ranks, in the order of the levels.
-        two: the levels.
         make: function (elements, an array like them) -> buffer for sums within a node; default: a NumPy array.
         within: function that creates, from the communicator of a node, the communicator of all stages within the node. Stages of
             both kinds then begin in the order in which operations are posted. None: each kind has a separate communicator, split

@@ -178,12 +178,7 @@ class Offset:
 
 @dataclass(frozen=True)
 class ClockMap:
-    """Map from this rank's clock to rank 0's: a linear interpolation between two offsets, because clocks drift.
-
-    Attributes:
-        begin: the first offset.
-        end: the second offset.
-    """
+    """Map from this rank's clock to rank 0's: a linear interpolation between two offsets, because clocks drift."""
 
     begin: Offset
     end: Offset
@@ -212,10 +207,7 @@ def measure_offset(
     Rank 0 exchanges messages with one rank after another. No other communication should be in progress.
 
     Args:
-        comm: the ranks.
         wait: function that waits for a handle (`ProgressEngine.wait_handle`).
-        clock_ns: clock to measure, in nanoseconds.
-        rounds: number of round trips.
     """
     if comm.rank == 0:
         for rank in range(1, comm.size):

@@ -32,7 +32,6 @@ class OrderedOperation(ABC):
     """Base of handles with a place in a queue. Subclasses define `ready` and `__str__`.
 
     Args:
-        order: queue of the operation.
         start: function that posts the operation; called once. None: unknown so far, and `ready` must return False.
         finish: callback, called once in the `test` that finds the operation complete.
 
@@ -92,8 +91,6 @@ class InOrder:
         """Add the second stage of an operation whose first stage has just been posted, and return a handle of both stages.
 
         Args:
-            first: handle of the first stage.
-            start: function that posts the second stage.
             finish: callback, called once when both stages are complete.
         """
         operation = SecondStage(self, first, start, finish)

@@ -52,7 +52,6 @@ def share(node: Communicator, size_bytes: int) -> SharedMemory:
     Collective; at start-up only. Untouched pages take no memory.
 
     Args:
-        node: communicator of the ranks of one node.
         size_bytes: size of the memory, the same on all ranks.
     """
     descriptor, array, denied = -1, None, ""
@@ -98,7 +97,6 @@ def _open(place: tuple[int, int, bytes], size_bytes: int) -> int:
 
     Args:
         place: process ID, descriptor, and token at the file's beginning.
-        size_bytes: size of the memory.
 
     Raises:
         OSError: the file cannot be opened, or it is a different file because the processes have separate PID namespaces, as in

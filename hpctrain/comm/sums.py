@@ -37,7 +37,6 @@ class Compressor(ABC):
     The message of an array with non-finite elements also contains a non-finite element, so that receivers notice.
 
     Args:
-        size: number of elements of an array.
         dtype: "float32" or "float64".
 
     Attributes:
@@ -83,7 +82,6 @@ def sums_over(comm: Communicator, caster: Caster | None, *, allreduces: bool) ->
     With two levels, only sums across nodes are in 16 bits.
 
     Args:
-        comm: communicator of the ranks.
         caster: factory of message compressors; None: nothing is rounded.
         allreduces: whether allreduces are needed, too.
     """
@@ -229,9 +227,7 @@ class SixteenBitSums(OwnerSums):
     `send` may be reused when `ireduce_scatter` returns. The sums of an allreduce are rounded once more, by their owners.
 
     Args:
-        comm: communicator of the parts.
         caster: factory of message compressors.
-        gathers: communicator of the same ranks, for the second stage of allreduces; None: no allreduces.
     """
 
     def __init__(self, comm: Communicator, caster: Caster, gathers: Communicator | None = None) -> None:
@@ -273,9 +269,7 @@ class TreeSums(OwnerSums):
     """Sums of float32 or float64 over the ranks of a communicator, in the order of a tree over shards.
 
     Args:
-        comm: communicator of the parts.
         shards: shards of the ranks of `comm`.
-        gathers: communicator of the same ranks, for the second stage of allreduces; None: no allreduces.
     """
 
     def __init__(self, comm: Communicator, shards: ShardsOfRank, gathers: Communicator | None = None) -> None:
@@ -321,8 +315,6 @@ def tree_sums_over(comm: Communicator, shards: ShardsOfRank, *, allreduces: bool
     """Return the sums over `comm` in the order of the tree; None if one rank has all shards. Collective; at set-up.
 
     Args:
-        comm: communicator of the ranks.
-        shards: shards of the ranks.
         allreduces: whether allreduces are needed, too, which require a separate communicator.
     """
     if comm.size == 1:
@@ -338,8 +330,6 @@ class PartSums(OwnerSums):
 
     Args:
         comm: communicator that moves device arrays.
-        gathers: communicator of the same ranks, for the second stage of allreduces.
-        arithmetic: arithmetic of the device.
     """
 
     def __init__(self, comm: Communicator, gathers: Communicator, arithmetic: Arithmetic) -> None:

@@ -37,7 +37,6 @@ class StagedOperation(OrderedOperation):
     """`LateHandle` of an operation on device arrays, posted once the device has finished the work before it.
 
     Args:
-        order: queue of the communicator.
         transit: copies of the operation's arrays to the host.
         post: function that posts the operation.
         finish: callback, called when the operation is complete.
@@ -123,8 +122,6 @@ class StagedSums:
     """`GradientSums` for device arrays, computed on mirrors by sums of host arrays.
 
     Args:
-        sums: sums of host arrays.
-        mirrors: mirrors of the device's arrays.
         order: queue of the communicator, shared with its other operations.
     """
 
@@ -148,7 +145,6 @@ class StagedCommunicator(ForwardingCommunicator):
 
     Args:
         inner: communicator of the messages; only this communicator posts on it.
-        mirrors: mirrors of the device's arrays.
     """
 
     def __init__(self, inner: Communicator, mirrors: HostMirrors) -> None:
@@ -226,7 +222,6 @@ class DeviceMpiCommunicator(ForwardingCommunicator):
 
     Args:
         inner: communicator of the messages, which accesses the device's memory; only this communicator posts on it.
-        arithmetic: arithmetic of the device.
         gathers: communicator of the same ranks in the same order, for the second stage of allreduces; None: device arrays are not
             summed.
     """
@@ -282,8 +277,6 @@ class DeviceMpiCommunicator(ForwardingCommunicator):
         """Start the next operation.
 
         Args:
-            post: function that posts the operation.
-            operation: name of the operation.
             array: array that determines its size and location; None: the operation has no array.
         """
         mark = None if array is None or isinstance(array, np.ndarray) else self._messages.mark()
@@ -338,8 +331,6 @@ class NcclCommunicator(ForwardingCommunicator):
 
     Args:
         inner: communicator of the same ranks that copies device arrays through the host.
-        arithmetic: arithmetic of the device.
-        group: group of the ranks' devices.
     """
 
     def __init__(self, inner: Communicator, arithmetic: Arithmetic, group: DeviceGroup) -> None:
@@ -427,7 +418,6 @@ def joined(inner: Communicator, arithmetic: Arithmetic) -> NcclCommunicator:
 
     Args:
         inner: communicator that copies device arrays through the host.
-        arithmetic: arithmetic of the device.
     """
     messages, peers = arithmetic.messages(), inner.split(0, inner.rank, f"{inner.name} devices")
     assert messages is not None, "the arrays lie on a device"

@@ -158,7 +158,6 @@ def guard(phase: str, deadline_seconds: float, *, rank: int | None = None) -> It
 
     Args:
         phase: name of the phase, as the subject of the message.
-        deadline_seconds: maximum duration of the block.
         rank: rank of this process; None: not known yet.
     """
     assert sys.__stderr__ is not None

@@ -26,11 +26,7 @@ class HpctrainError(Exception):
         self.reported_by: int | None = None
 
     def of_all_ranks(self, reported_by: int = 0) -> Self:
-        """Mark this error as raised by all ranks of a group, so that only one rank prints it; return the error.
-
-        Args:
-            reported_by: rank that prints the error.
-        """
+        """Mark this error as raised by all ranks of a group, so that only one rank prints it; return the error."""
         self.reported_by = reported_by
         return self
 

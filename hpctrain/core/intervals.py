@@ -166,9 +166,7 @@ class ShardsOfRank:
     """The shards of one rank if `shards` shards are distributed evenly. Each shard is a term of all sums.
 
     Attributes:
-        rank: rank, from 0 to ranks - 1.
         ranks: number of ranks P, a divisor of `shards`.
-        shards: number of shards.
     """
 
     rank: int

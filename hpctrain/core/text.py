@@ -130,7 +130,6 @@ def fitting(facts: Sequence[tuple[int, str]], room: int, between: str = "  ") ->
     Args:
         facts: pairs (priority, text); the fact with the largest number is left out first.
         room: maximum number of characters.
-        between: separator.
     """
     kept = [fact for fact in facts if fact[1]]
     while kept and len(between.join(text for _, text in kept)) > room:

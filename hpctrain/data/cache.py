@@ -115,7 +115,6 @@ class SampleCache(ReadImages):
 
     Args:
         source: reader of the file. All ranks of the node read the same images.
-        counts: counters of samples and bytes by origin.
         memory: memory shared by the node's ranks, of `bytes_for(held, ...)` bytes, zero at first; None if no sample is held.
         held: number of samples that the memory holds, from sample 0.
         place: number of this rank among the ranks that share the memory.
@@ -124,8 +123,6 @@ class SampleCache(ReadImages):
 
     Attributes:
         replaced: replacements of unreadable samples, from the source.
-        held: number of samples that the memory holds.
-        image_bytes: size of one image.
     """
 
     def __init__(
@@ -217,7 +214,6 @@ class SampleCache(ReadImages):
         """Read consecutive samples and store them. Raises the errors of the source.
 
         Args:
-            first: number of the first sample.
             images: (n, H, W, C) uint8, output for the images.
             kept: (n,) uint8, output: 1 for samples that were stored, otherwise 0.
         """
@@ -335,7 +331,6 @@ class FillingPlan:
 
     Args:
         samples: number of samples that fit into every memory.
-        at_once: number of samples per chunk.
         memory_of: number of each rank's memory, from 0.
     """
 

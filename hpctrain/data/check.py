@@ -38,7 +38,6 @@ class FileFinding:
         kind: "changed", "unreadable", "undecodable", "decoder", "label", "contents", "duplicate", "duplicate across classes" or
             "empty class".
         damage: whether the file has changed or cannot be used for training.
-        sentence: message for the user.
         samples: numbers of the affected samples; empty if the finding is not about particular samples.
     """
 
@@ -69,9 +68,6 @@ class CheckedFile:
 
 def check_file(path: Path, threads: int = 1, advance: Advance = lambda count: None) -> CheckedFile:
     """Read a whole data file, and return findings about damage, duplicates and empty classes.
-
-    Args:
-        threads: number of threads that decode picture files.
 
     Raises:
         DataError: the file is missing, unreadable, or so damaged that its samples cannot be located.

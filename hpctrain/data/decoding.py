@@ -100,7 +100,6 @@ def decode(
     Grey, palette and CMYK pictures are converted.
 
     Args:
-        source: path or content of a file.
         size: (H, W) of the result; None: size of the picture.
         fit: "crop": resize the shorter side, then cut out the centre; "squash": resize without keeping the aspect ratio.
         channels: 3 for RGB, 1 for grey.

@@ -41,14 +41,10 @@ class DataSet:
     """Data set that can be fetched.
 
     Attributes:
-        title: name for messages.
-        class_names: names of the classes.
         url: address of the directory of the gzipped IDX files, or of the archive.
         splits: sha256 of the content of each file, by name and split. IDX: images, then labels. CIFAR: batches in order.
         archive: file name of the archive that contains all files; None: IDX files that are downloaded one by one.
-        archive_sha256: checksum of the archive.
         package: Debian package of the data set, if any.
-        package_directory: directory of the files of the package.
     """
 
     title: str
@@ -137,12 +133,8 @@ def fetch(
     """Create out/train.h5 and out/test.h5 unless they exist, and return their paths by split.
 
     Args:
-        out: output directory.
-        data_set: data set to fetch.
         sources: sources of the files, tried in order; default: the output directory, Debian's package if installed, the package
             manager, the data set's public address.
-        overwrite: whether to replace existing files.
-        bar: progress display of downloads and conversions.
 
     Raises:
         DataError: no source has the files (the message explains how to get them), a file has another checksum, or existing files

@@ -98,7 +98,6 @@ class Stored:
         labels: labels, in the shape and dtype of the file.
         mean: means, in the shape and dtype of the file.
         std: standard deviations, in the shape and dtype of the file.
-        class_names: decoded class names.
         digests: sha256 of each dataset, in hexadecimal. For picture files, "images" identifies the decoded pictures.
         fit: method by which pictures were resized to one size ("crop", "squash"); None: not resized, or unknown.
         sums: (N,) crc32 of each sample's stored bytes.
@@ -336,7 +335,6 @@ class ImageFile:
             touching the map kills the process, so training reads `pixels`.
         pixels: reader of the same images, which raises an error if the disk fails.
         labels: (N,) int64, in memory.
-        class_names: name of each class.
         mean: (C,) float64, in units of 0..1.
         std: (C,) float64, in units of 0..1.
         fit: method by which pictures were resized to one size ("crop", "squash"); None: unknown.
@@ -623,7 +621,6 @@ class DataFacts:
     """Facts about a training file, as plain data.
 
     Args:
-        samples: number of images.
         shape: (H, W, C) of each image.
         images: sha256 of the images, as stored in the file.
         labels: sha256 of the labels, as stored in the file.
@@ -721,7 +718,6 @@ class SyntheticImages:
         split: split, each of which has different images.
         labels: (N,) class of each image.
         shape: (H, W, C).
-        classes: number of classes.
     """
 
     def __init__(self, split: Split, labels: np.ndarray, shape: tuple[int, int, int], classes: int) -> None:

@@ -358,7 +358,6 @@ class Loader(_Batches):
         Args:
             partner_ids: partners of the step's samples over all ranks, in the order of the samples.
             place: number of the step's first sample in the epoch.
-            of: division of the samples.
         """
         mix = None if self._mixing is None else self._mixing.draw(epoch, place, *self.image_shape[:2])
         if mix is None:
@@ -467,7 +466,6 @@ def as_samples(images: Any, labels: Any, classes: int, dtype: np.dtype | str) ->
     Args:
         images: array-like (N, H, W, C), floating-point.
         labels: array-like (N,), integers in 0 .. classes - 1.
-        classes: number of classes.
         dtype: floating dtype of the returned images.
 
     Raises:

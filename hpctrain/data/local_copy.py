@@ -48,13 +48,9 @@ class LocalCopy:
 
     Args:
         descriptor: descriptor of the file, owned by this object, which closes it.
-        sample_bytes: size of each sample.
         table: memory shared by the node's ranks, of `table_bytes(count)` bytes; zero for samples that are not in the file.
 
     Attributes:
-        first: number of the first sample.
-        count: number of samples.
-        sample_bytes: size of each sample.
         checksums: (count,) uint32, view of the table.
         states: (count,) uint8, view of the table.
     """

@@ -89,9 +89,7 @@ class DecodedPictures(ReadImages):
     A picture that cannot be decoded reads as zeros. Several threads may read.
 
     Args:
-        files: picture files.
         form: form to which the pictures are converted.
-        threads: number of decoding threads.
         max_pixels: maximum number of pixels of a picture; see `decoding.decode`.
 
     Attributes:

@@ -69,7 +69,6 @@ class BatchThreads:
         """Run `work` on all samples, in chunks. An error is raised after all threads have finished.
 
         Args:
-            samples: number of samples.
             sample_bytes: size of one sample, which determines the length of chunks.
         """
         most, least = (max(1, size // max(1, sample_bytes)) for size in (CHUNK_BYTES, _LEAST_CHUNK_BYTES))
@@ -186,7 +185,6 @@ class Pipeline:
 
     Args:
         specs: (name, options) pairs of augmentations, see `AUGMENTATIONS`.
-        seed: seed of the random numbers.
         mean: (C,) means in units of 0..1.
         std: (C,) standard deviations in units of 0..1; a channel with std 0 is only centred.
         dtype: "float32" or "float64", dtype of the result. It is always finite: augmentations return uint8, and mean and std are

@@ -133,7 +133,6 @@ class Extents:
 
     Attributes:
         first: offset of the block in the file.
-        count: number of samples.
         stride: bytes of each sample; None if they differ.
         offsets: (count + 1,) int64, offsets of the samples in the block, from 0, and the end of the block; None if `stride` is
             set.
@@ -210,7 +209,6 @@ class BlockReader(ReadImages):
         extents: places of the samples in the block.
 
     Attributes:
-        extents: places of the samples in the block.
         policy: policy for unreadable samples.
         replaced: replacement of each unreadable sample, by number.
         decodes: whether the stored bytes are picture files.

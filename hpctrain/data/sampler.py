@@ -66,9 +66,6 @@ class Sampler:
         shuffle: whether to shuffle; False: file order, for evaluation.
         subset: (samples,) int64, ids of the samples in file order; None: 0 to samples - 1.
 
-    Attributes:
-        subset: argument `subset`.
-
     Raises:
         DataError: there are no samples.
         ConfigError: the batch is below 1.
@@ -232,7 +229,6 @@ class Mixing:
         cutmix: alpha of cutmix, in [0, MOST_ALPHA].
         probability: share of steps that are mixed.
         switch: share of mixed steps that use cutmix if both are on.
-        seed: seed of the random numbers.
 
     Raises:
         ConfigError: a value is outside its range.
@@ -257,12 +253,7 @@ class Mixing:
         return (self.mixup > 0 or self.cutmix > 0) and self.probability > 0
 
     def draw(self, epoch: int, first: int, height: int, width: int) -> Mix | None:
-        """Return the mixing of the step that begins with the epoch's sample `first`; None if it is not mixed.
-
-        Args:
-            height: height of the images after the pipeline.
-            width: width of the images after the pipeline.
-        """
+        """Return the mixing of the step that begins with the epoch's sample `first`; None if it is not mixed."""
         uniforms = _uniforms(counter_random.key("mixing", self.seed, epoch), first)
         if next(uniforms) >= self.probability or not (self.mixup or self.cutmix):
             return None

@@ -61,7 +61,6 @@ class UnfinishedFile:
 
     Attributes:
         path: temporary path of the file.
-        descriptor: descriptor of the file.
         size: size of the block, in bytes.
 
     Raises:
@@ -124,7 +123,6 @@ class UnfinishedFile:
         """Append a chunk.
 
         Args:
-            block: bytes of the chunk.
             of: JSON-compatible data that `kept` yields with the chunk.
 
         Raises:
@@ -247,14 +245,12 @@ class DataFileWriter:
         path: file to create or replace. Missing directories are created.
         count: maximum number of samples.
         shape: (H, W, C) of every image.
-        class_names: names of classes 0, 1, ...
         fit: method by which pictures are resized to the shape ("crop", "squash"), stored in the file.
         source: identifier of the inputs and settings of the conversion; None: an interrupted conversion leaves no file.
         value_range: (low, high) of the values of more than 8 bits that became 0 and 255, stored in the file; None: those of their
             type.
 
     Attributes:
-        shape: (H, W, C) of every image.
         done: number of items of the source that are written or skipped.
         skipped: names of skipped items.
     """

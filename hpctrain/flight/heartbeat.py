@@ -32,7 +32,6 @@ class Heartbeat:
         recorder: recorder that counts the signs of life of all threads and stores the result of each tick.
         deadline_seconds: seconds without a sign of life after which the process prints its stacks and calls `abort`.
         abort: callback that ends the whole job with an exit code.
-        rank: number of this rank, for messages.
         pulse: signs of life exchanged with the keeper, in both directions.
         end_keeper: callback that ends the keeper, and this process with it.
         explain: callback that returns further lines, from the records of all ranks.

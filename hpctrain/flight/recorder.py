@@ -180,7 +180,6 @@ class FlightRecorder:
 
         Args:
             queue: number of the queue's name, from `queue_of`.
-            sequence: number of the operation in the queue.
             depth: number of frames from this one to the calling line; 1: the caller.
         """
         self._posted = number = self._posted + 1
@@ -203,11 +202,7 @@ class FlightRecorder:
         return self._ring.name(f"{name} of {spans(ranks)}")
 
     def started(self, number: int, operation: str) -> None:
-        """Record that an operation was posted.
-
-        Args:
-            operation: name and size of the operation.
-        """
+        """Record that an operation was posted."""
         words, at = self._ring.words, record_at(number)
         if words[at] == number:
             words[at + Field.OPERATION] = self._ring.name(operation)
@@ -265,7 +260,6 @@ class FlightRecorder:
         """Record that the program waits during the block. A wait that ends with an error is kept in the record.
 
         Args:
-            purpose: reason for the wait.
             number: number of the awaited operation; 0 if it was not queued.
         """
         self.wait(purpose, number)
@@ -287,11 +281,7 @@ class FlightRecorder:
     # -- the heartbeat, and the end ------------------------------------------------------------------------------------------
 
     def looked(self, *, moved: bool) -> None:
-        """Record a tick of the heartbeat.
-
-        Args:
-            moved: whether there was progress since the previous tick.
-        """
+        """Record a tick of the heartbeat."""
         words, now = self._ring.words, self._clock_ns()
         words[Word.SEEN] = now
         if moved:
@@ -301,7 +291,6 @@ class FlightRecorder:
         """Record the end of the process. The first recorded end is kept, except that a finished run may still fail.
 
         Args:
-            sentence: error message.
             blamed: ranks that caused the end, if known.
         """
         words = self._ring.words
@@ -365,21 +354,11 @@ class FlightNotes:
                 self.phase(before)
 
     def step(self, epoch: int, step: int) -> None:
-        """Note the beginning of a training step.
-
-        Args:
-            epoch: number of the epoch, from 1.
-            step: number of the step in the whole training, from 1.
-        """
+        """Note the beginning of a training step."""
         if self._recorder is not None:
             self._recorder.step(epoch, step)
             self._recorder.phase(RunPhase.STEP)
 
     def waiting(self, purpose: str, number: int) -> AbstractContextManager[Any]:
-        """Note that the program waits during the block.
-
-        Args:
-            purpose: reason for the wait.
-            number: number of the awaited operation in the record; 0 if it was not queued.
-        """
+        """Note that the program waits during the block."""
         return _NOTHING if self._recorder is None else self._recorder.waiting(purpose, number)

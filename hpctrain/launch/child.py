@@ -113,7 +113,6 @@ def run_watched(work: Callable[[Notebook], int], explain: Callable[[RankEnd], in
     Args:
         work: function from the notebook to the exit code.
         explain: function from the end of the child to the exit code; called in the parent.
-        seconds: time limit after which the child is killed.
     """
     if not may_fork():
         return work(Notebook())

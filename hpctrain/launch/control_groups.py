@@ -24,11 +24,7 @@ _MEMORY_FILES = (
 
 
 def available_bytes(root: Path = Path("/")) -> int | None:
-    """Return the bytes of memory that processes of this node may still allocate; None if the system does not report it.
-
-    Args:
-        root: root of the file system, for tests.
-    """
+    """Return the bytes of memory that processes of this node may still allocate; None if the system does not report it."""
     rooms = [*_of_machine(root), *_of_groups(root)]
     return max(0, min(rooms)) if rooms else None
 
@@ -52,7 +48,6 @@ def control_groups(controller: str, mount: Path, root: Path = Path("/")) -> Iter
     Args:
         controller: controller of version 1; "" for version 2.
         mount: mount point of its hierarchy.
-        root: root of the file system, for tests.
     """
     with contextlib.suppress(OSError, ValueError):
         lines = [line.split(":", 2) for line in (root / "proc/self/cgroup").read_text().splitlines()]
@@ -80,9 +75,6 @@ def cpu_quota(root: Path = Path("/")) -> float | None:
     """Return the processor time of this process's control group in CPUs, the minimum over the group and its ancestors.
 
     None if there is no limit. More threads than that use up the quota early, and all threads then wait until the next period.
-
-    Args:
-        root: root of the file system, for tests.
     """
     return min(_quotas(root), default=None)
 
@@ -136,11 +128,7 @@ class MemoryGroup:
 
     @classmethod
     def own(cls, listing: Path = Path("/proc/self/cgroup"), root: Path = Path("/")) -> MemoryGroup:
-        """Return the group of this process.
-
-        Args:
-            root: root of the file system, for tests.
-        """
+        """Return the group of this process."""
         with contextlib.suppress(OSError, ValueError):
             lines = [line.split(":", 2) for line in listing.read_text().splitlines()]
             for controller, mount, counts, limit in _KILL_FILES:

@@ -201,7 +201,6 @@ def keep(
     No effect if the process has threads, which the child would lack, if MPI has started, or if `child.SWITCH` is 0.
 
     Args:
-        rank: rank of this process; None: unknown.
         held: blocked signals, which the parent forwards.
         mark: function that writes the end of the child into its flight record, unless the child wrote it.
         record: path of the flight record until the child reports another one.
@@ -229,11 +228,7 @@ class _Rank:
     """The rank from the keeper's view.
 
     Attributes:
-        process: process ID.
-        receiver: descriptor of its messages.
         mark, record: as for `keep`.
-        memory: memory of its control group.
-        launchers: processes of the launcher on this node.
     """
 
     process: int

@@ -45,7 +45,6 @@ class Launcher:
     Attributes:
         name: "Slurm srun", "Open MPI mpiexec", ...; "none" for a process started by hand.
         expected_size: number of ranks of the job.
-        rank: rank of this process in the job.
         local_size: number of ranks on this node.
         local_rank: rank of this process on its node.
         rank_variable: environment variable with the rank, which a launcher's child has and the launcher does not have.
@@ -210,9 +209,6 @@ def environment_fault(environ: Mapping[str, str], root: Path = Path("/")) -> str
 
     Such variables stay in the shell of an interactive allocation and in processes started from it without a launcher. MPI would
     end the process with a stack trace.
-
-    Args:
-        root: root of the file system, for tests.
     """
     launcher = _detect(environ)
     gone = _closed_descriptor(environ, root) or _gone_server(environ, root) or _missing_connection(launcher, environ)
@@ -314,9 +310,6 @@ def check_world(launcher: Launcher, world_size: int, library: str = "") -> None:
     """Raise unless MPI's world has the size that was requested from the launcher.
 
     If the sizes differ, the launcher has usually started N jobs of one rank each, none of which reports an error.
-
-    Args:
-        library: name of the MPI library, if known.
 
     Raises:
         LaunchError: the sizes differ; the message names the launcher, both sizes and the likely cause.

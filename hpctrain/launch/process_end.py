@@ -78,7 +78,6 @@ def say_last_words(rank: int | None, lines: Sequence[str], stream: TextIO | None
 
     Args:
         stream: output to use instead of standard error.
-        stacks: whether to print stacks.
     """
     text = beginning_with(place_of(rank), "\n".join(lines))
     if stacks:

@@ -84,8 +84,6 @@ class WatchedProcess:
     """A process that this one depends on. Time is counted in checks, as in `Pulse`.
 
     Attributes:
-        number: process ID.
-        name: name of its program.
         gone: whether it has ended.
         stopped_seconds: time for which it has been stopped.
     """
@@ -139,7 +137,6 @@ class ProcessMark:
     """Unique ID of a process.
 
     Attributes:
-        number: process ID.
         begun: start time in clock ticks since the machine started; "" if unknown.
         place: host and PID namespace. Processes with the same place can see each other.
     """

@@ -29,8 +29,6 @@ class SchedulerJob:
 
     Attributes:
         scheduler: "Slurm", "PBS", or "" outside of a job.
-        number: number of the job.
-        cluster: name of Slurm's cluster.
         chain: job number that stays the same when the job is requeued.
         restart: number of requeues so far.
     """

@@ -54,7 +54,6 @@ def taken_signals(rank: int, *, trains: bool = False) -> Iterator[SignalWatch]:
     """Note requests to stop during the block. Call it in the main thread, before the threads that compute are created.
 
     Args:
-        rank: rank of this process.
         trains: whether the block is a training, which ends with a checkpoint; otherwise it is the loop of a program.
     """
     answer = _TRAINING_ENDS if trains else _PROGRAM_ASKED
@@ -95,7 +94,6 @@ class SignalWatch:
 
     Args:
         held: signals to wait for, blocked by `hold`; empty: no signal is received.
-        rank: rank of this process; None: unknown.
         at_once: whether a request ends the process at once with code 128 + n, because there is nothing to save. Otherwise the
             request is noted, and only an interrupt at least AGAIN_SECONDS after the first request ends the process without a
             checkpoint.

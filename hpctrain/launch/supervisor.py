@@ -41,7 +41,6 @@ class TrainCommand:
     """Command line that starts a training.
 
     Attributes:
-        words: words of the command.
         train_at: index of the word `train`.
     """
 
@@ -124,9 +123,6 @@ def _is_broken(stream: int) -> bool:
 
 class SupervisedCommand:
     """Runs commands one after another. Create one per process, on the main thread, while there are no other threads.
-
-    Args:
-        say: function that prints a sentence.
 
     Attributes:
         request: signal that requested the end; None if none did.
@@ -289,7 +285,6 @@ class Attempt:
 
     Attributes:
         begin, end: wall-clock times in seconds since the epoch.
-        excluded: excluded nodes.
         next: action after the attempt, in words.
     """
 
@@ -331,10 +326,6 @@ class Supervisor:
     Args:
         look: function that returns the outcome of the latest attempt.
         keep: callback with each finished attempt.
-        say: function that prints a sentence.
-
-    Attributes:
-        attempts: all attempts so far.
     """
 
     def __init__(

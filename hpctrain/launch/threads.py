@@ -65,7 +65,6 @@ def set_threads(
     """Choose the number of threads, and set the environment variables that thread pools read when they start.
 
     Args:
-        launcher: result of `detect`.
         requested: number from the configuration; None: OMP_NUM_THREADS if it is set, otherwise the rank's cores.
         environ: environment; changed in place.
         measures: whether the first rank of a node measures the node's load. On a busy node its threads sleep earlier, and a
@@ -107,8 +106,6 @@ def _requested(name: str, text: str, threads: int | None, cores: int, how: str) 
     """Return the plan for a requested number of threads, which may be larger than the number of the rank's cores.
 
     Args:
-        name: key or variable that contains the number.
-        text: its value.
         threads: the number; None: the value is no number.
     """
     cpus = len(os.sched_getaffinity(0))
@@ -134,7 +131,6 @@ class NodeLoad:
     Attributes:
         others: number of threads of other programs that are running or ready to run.
         ranks: number of ranks of the node.
-        threads: number of threads per rank.
         cores: number of physical cores of the node.
     """
 
@@ -169,8 +165,6 @@ def node_load(launcher: Launcher, threads: int, proc: Path = Path("/proc")) -> N
     the last minute, by the load average; a process that is alone counts for 0.2 s instead.
 
     Args:
-        launcher: result of `detect`.
-        threads: number of threads per rank.
         proc: directory with the file of the load, for tests.
     """
     ranks, counts = launcher.local_size or 1, []

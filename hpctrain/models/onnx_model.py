@@ -53,8 +53,6 @@ def onnx_model(
     """Return the checked `onnx.ModelProto`.
 
     Args:
-        model: root layer.
-        image_shape: (H, W, C) of one image.
         state: float32 weights with torchvision's names and layouts.
         metadata: properties that are stored in the model.
 

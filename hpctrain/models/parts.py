@@ -25,7 +25,6 @@ class Norm:
         """Return a batch norm.
 
         Args:
-            channels: number of channels.
             last: whether it is the last batch norm before a residual sum.
         """
         weight = 0.0 if last and self.zero_last else 1.0
@@ -36,8 +35,6 @@ def scaled(channels: int, width: float, option: str = "channels") -> int:
     """Return `channels` times `width`, rounded, at least 1.
 
     Args:
-        channels: channels of the published network.
-        width: factor on the channels.
         option: name of the option that `channels` comes from, for the error.
 
     Raises:
@@ -104,7 +101,6 @@ def basic_block(
     Args:
         channels_in, channels: channels of the input and of the output.
         stride: stride of the first convolution.
-        norm: factory of the batch norms.
         shortcut: layer of the shortcut; None: the identity.
         end: further layers at the end of the body.
     """
@@ -130,9 +126,6 @@ def bottleneck_block(
         channels: channels of the input, of the 3x3 convolution and of the output.
         stride: stride of the 3x3 convolution.
         groups: number of groups of the 3x3 convolution (Xie et al. 2017).
-        norm: factory of the batch norms.
-        shortcut: layer of the shortcut; None: the identity.
-        end: further layers at the end of the body.
     """
     channels_in, inside, channels_out = channels
     body: Mapping[str, Layer] = {
@@ -160,9 +153,7 @@ def preactivation_block(
     Args:
         channels: channels of the input and of the output.
         stride: stride of the first convolution.
-        norm: factory of the batch norms.
         dropout: further layers before the second convolution.
-        end: further layers at the end of the body.
         first: whether it is the network's first block, whose paths also share the activation (He et al. 2016b, section 4.1).
     """
     channels_in, channels_out = channels
@@ -200,10 +191,8 @@ def basic_stage(
     """Return `count` blocks of two convolutions. The first block has the stride.
 
     Args:
-        count: number of blocks.
         channels: channels of the input and of the output.
         stride: stride of the first block.
-        norm: factory of the batch norms.
         shortcut: function that returns a block's shortcut for (channels in, channels out, stride).
         ends: result of `stochastic_depths`.
     """

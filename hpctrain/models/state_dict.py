@@ -79,7 +79,6 @@ def with_counters(state: Mapping[str, np.ndarray], batches: int) -> dict[str, np
     """Return the state with torch's batch counter after the statistics of each batch norm.
 
     Args:
-        state: arrays by name.
         batches: number of training batches.
     """
     counted: dict[str, np.ndarray] = {}
@@ -128,7 +127,6 @@ def check_fits(
 
     Args:
         expected: result of `declared_state`.
-        given: arrays of a file by name.
         source, model: names of the file and of the model in messages.
         ignore: patterns of names that may be missing or differ.
         named: name of the model in the file; None if the file has none.
@@ -173,7 +171,6 @@ def check_file_fits(
     """Raise unless the tensors of a file of initial weights fit a model; see `check_fits`.
 
     Args:
-        content: content of the file at `path`.
         hint: advice on how to ignore names, for messages; the list of patterns replaces {patterns}.
 
     Returns:
@@ -193,7 +190,6 @@ def check_finite(state: Mapping[str, np.ndarray], source: str, dtype: DTypeLike 
     """Raise if an array of floating-point numbers holds NaN or an infinity.
 
     Args:
-        state: arrays by name.
         source: name of the file or checkpoint in messages.
         dtype: dtype that the numbers will be converted to; None: no conversion.
 

@@ -296,7 +296,6 @@ class BatchNorm(Leaf):
     stored, because nothing depends on it with a fixed momentum.
 
     Args:
-        channels: number of channels C.
         epsilon: number added to the variance.
         momentum: weight of the newest batch in the running mean and variance, in [0, 1].
         synchronised: whether the statistics are computed over all ranks of the step instead of this rank's samples.
@@ -441,7 +440,6 @@ class Dropout(Leaf):
 
     Args:
         rate: probability that an element is dropped, in [0, 1).
-        seed: seed of the masks.
 
     Raises:
         ShapeError: the rate is outside [0, 1).
@@ -465,7 +463,6 @@ class StochasticDepth(Leaf):
 
     Args:
         rate: probability that a sample is dropped, in [0, 1).
-        seed: seed of the masks.
 
     Raises:
         ShapeError: the rate is outside [0, 1).

@@ -174,7 +174,6 @@ class Network:
     Args:
         model: root layer.
         image_shape: (H, W, C) of one sample.
-        kernels: kernel set that computes.
         dtype: dtype of the activations.
         seed: seed of the initial values.
         smoothing: label smoothing of the loss.
@@ -279,12 +278,7 @@ class Network:
             )
 
     def graph(self, batch: int, image_shape: ImageShape | None = None) -> Graph:
-        """Return the model lowered at (batch, H, W, C), before fusion.
-
-        Args:
-            batch: number of samples N.
-            image_shape: (H, W, C); default: the network's image shape.
-        """
+        """Return the model lowered at (batch, H, W, C), before fusion."""
         graph = with_frozen(lowered(self.model, batch, image_shape or self.image_shape, self.dtype), self.frozen)
         shape = graph.tensors[graph.output].shape
         if len(shape) != 2:
@@ -333,7 +327,6 @@ class Network:
         Args:
             batches: batch of each program, in the form that `program` accepts. A single batch uses the program that `program`
                 returns, which writes its gradients to the groups.
-            image_shape: (H, W, C) of whole images; default: the network's image shape.
             gradient_buffers: function that returns the buffer of a program's gradient; None: all programs write to the groups.
         """
         shape, counts = image_shape or self.image_shape, tuple(map(tuple, batches))
@@ -390,8 +383,6 @@ class Network:
 
         Args:
             batch: number of samples N of each rank.
-            training: whether the program has a backward pass.
-            image_shape: (H, W, C) of whole images; default: the network's image shape.
         """
         graph = self._local_graph((batch,) * self.distribution.ranks, image_shape)
         plan = compile_graph(graph, self.kernels, training=training)

@@ -148,8 +148,6 @@ class GroupLayout:
         orders: forward positions of the parameters in the whole network; None: positions in this group.
 
     Attributes:
-        size: number of elements.
-        item_bytes: size of one element in bytes.
         segments: one whole segment per parameter, in forward order.
     """
 
@@ -259,7 +257,6 @@ class FlatStatistics:
 
     Args:
         specs: declared statistics by full name.
-        dtype: dtype of the arrays.
         parts: channels [start, stop) that this rank computes, for each split statistic; None: no statistic is split.
         contributes: function that returns how this rank adds a statistic to the step's sums (see `Distribution.contributes`);
             None: all statistics are weighted by this rank's samples.
@@ -335,7 +332,6 @@ class FlatStatistics:
         """Return this rank's terms of the step's sums (float64, flat): batch statistics times their number of samples.
 
         Args:
-            count: number of this rank's samples.
             group_count: number of samples of this rank's split group.
             batch: result of `fetch_batch`.
         """

@@ -121,7 +121,6 @@ class Binder:
 
     Args:
         leading: steps of the leading program (see `Program`); empty if there is none.
-        gradient_buffer: function that returns the array for the gradient of a trained parameter.
         plan, arithmetic, parameters, statistics, memory, mergers: see `Program`.
     """
 
@@ -255,18 +254,13 @@ class Program:
 
     Args:
         plan: operators and their places in memory.
-        kernels: kernel set that made the operators.
-        parameters: parameters by full name.
-        statistics: statistics of all batch norms.
         memory: uint8 array of at least the size of the plan's arena.
-        loss: operator of the loss.
         mergers: mergers of batch statistics by group of ranks.
         leader: program with an alike plan (see `alike`) that runs each operator just before this program does; None: no such
             program.
         gradient_buffer: function that returns the array for the gradient of a trained parameter; None: the array in its group.
 
     Attributes:
-        plan: execution plan.
         steps: operators of the plan, bound to memory.
         x: input buffer (N, H, W, C), filled by `set_input` before each forward.
         logits: output (N, classes).
@@ -464,7 +458,6 @@ class SideBySide:
 
         Args:
             contexts: one context per program.
-            hooks: callbacks between the operators.
             turn: callback, called before each action with the index of the next program.
         """
         if not self._alike:
@@ -480,12 +473,7 @@ class SideBySide:
                 program.run_forward(range(action, action + 1), context, hooks)
 
     def backward(self, hooks: StepHooks, turn: Callable[[int], None]) -> None:
-        """Compute the gradients of all programs, and announce each as soon as it is final.
-
-        Args:
-            hooks: callbacks between the operators.
-            turn: callback, called before each action with the index of the next program.
-        """
+        """Compute the gradients of all programs, and announce each as soon as it is final."""
         if not self._alike:
             for place, program in enumerate(self._programs):
                 turn(place)

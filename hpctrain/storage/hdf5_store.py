@@ -105,7 +105,6 @@ class StoreFile(io.RawIOBase):
         """Write the elements of a C-contiguous array to the space that HDF5 has reserved for them.
 
         Args:
-            offset: position in the file, in bytes.
             seen: callback for checksums, called with each block of bytes in order.
 
         Raises:
@@ -174,9 +173,7 @@ class StoreIndex:
     """Index of a file: places, checksums and metadata, verified. The tensors themselves are not verified.
 
     Attributes:
-        places: place of each tensor, by name.
         sha256: checksum of the root, over the names and checksums of all tensors.
-        meta: metadata.
     """
 
     places: Mapping[str, TensorPlace]
@@ -503,8 +500,6 @@ class ShardFacts:
     """Facts about a written shard that other ranks need.
 
     Attributes:
-        name: name of the file.
-        size: size of the file, in bytes.
         sha256: checksum of the root, over the checksums of all parts.
         parts: (shape of the tensor, dtype, box of the part in the tensor), by key.
     """
@@ -639,9 +634,6 @@ class ShardedTensors(Mapping[str, np.ndarray]):
 
     Several readers of one checkpoint may share the verification: each verifies some of the shards, and receives the places of the
     parts of the others (`trust`). Parts of an unverified shard are read whole and verified.
-
-    Args:
-        directory: directory of the shards.
 
     Raises:
         CheckpointError: on reading, if a shard is missing or damaged.

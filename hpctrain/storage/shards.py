@@ -33,10 +33,6 @@ class WriteShares:
     """Division of parts that several ranks hold into one share per rank, for writing.
 
     Large parts are divided evenly; a small part is written by the rank with the fewest bytes so far.
-
-    Args:
-        number: number of this rank among the holders.
-        holders: number of holders.
     """
 
     def __init__(self, number: int, holders: int) -> None:

@@ -49,7 +49,6 @@ def check_gradients(
     The gradient of each tensor is compared along a random direction and at random elements, relative to its largest element.
 
     Args:
-        layer: layer under test.
         image_shape: shape (H, W, C) of its input.
         step: step of the differences. Deep networks need a smaller one, as a larger one may cross the kink of a ReLU.
         elements: maximum number of elements of each tensor that are checked.

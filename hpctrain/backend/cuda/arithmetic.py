@@ -232,7 +232,6 @@ class RunTable:
 
     Args:
         item: dtype of scales and decays.
-        capacity: maximum number of runs.
     """
 
     def __init__(self, runtime: CudaRuntime, item: str, capacity: int) -> None:
@@ -262,7 +261,6 @@ class RunTables:
     """Tables of runs, one for each part of the buffers that is updated separately, and the launches over them.
 
     Args:
-        dtype: dtype of the buffers.
         buffers: flat arrays that the kernel reads or writes; None for missing ones.
     """
 
@@ -301,7 +299,6 @@ class CudaDescent:
     """Implements `Descent`, bit-equal to the host's.
 
     Args:
-        data: flat data.
         gradient: flat gradient, of the size of `data`.
         momentum: flat state; None if there is none.
         shadow: bfloat16 copy of `data`; None if there is none.

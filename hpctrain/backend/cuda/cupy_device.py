@@ -43,9 +43,6 @@ _FIRST_WITH_SLICES = 23000  # NCCL 2.30 identifies devices by UUID, earlier vers
 class CupyLinks:
     """Implements `DeviceLinks` by NCCL. The constructor is collective over `peers`, and waits for them.
 
-    Args:
-        pointer: address of the CUDA stream.
-
     Raises:
         BackendError: NCCL cannot connect the GPUs.
     """
@@ -153,11 +150,7 @@ _SUCCESS, _NOT_READY = 0, 600  # cudaSuccess, cudaErrorNotReady
 
 
 class CupyEvent:
-    """Implements `DeviceEvent`.
-
-    Attributes:
-        raw: CuPy's event.
-    """
+    """Implements `DeviceEvent`."""
 
     def __init__(self) -> None:
         self.raw = cupy.cuda.Event(disable_timing=True)
@@ -174,11 +167,7 @@ class CupyEvent:
 
 
 class CupyStream:
-    """Implements `DeviceStream`. Its work does not wait implicitly for other streams, not even for CUDA's default stream.
-
-    Attributes:
-        raw: CuPy's stream.
-    """
+    """Implements `DeviceStream`. Its work does not wait implicitly for other streams, not even for CUDA's default stream."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -195,11 +184,7 @@ class CupyStream:
 
 
 class CupyKernel:
-    """Implements `DeviceKernel`.
-
-    Args:
-        function: CuPy's function.
-    """
+    """Implements `DeviceKernel`."""
 
     def __init__(self, name: str, function: Callable[..., None]) -> None:
         self._name, self._function = name, function

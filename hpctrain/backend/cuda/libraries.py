@@ -159,7 +159,6 @@ class ConvolutionPlan:
 
     Attributes:
         name: cuDNN's engine and knobs.
-        workspace_bytes: size of its workspace in bytes.
     """
 
     def __init__(self, key: ConvolutionKey, graph: Graph, index: int, queue: CudnnQueue) -> None:

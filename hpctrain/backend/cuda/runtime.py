@@ -40,7 +40,6 @@ class CudaRuntime:
     """Settings that all operators of a device share.
 
     Attributes:
-        stream: stream of all kernels.
         precision: precision of products in convolutions and linear layers.
         threads: number of threads of a block that strides over items.
         graphs: whether programs are captured as CUDA graphs.
@@ -128,7 +127,6 @@ class Staging:
     """Pinned buffers that are used in turn. An array larger than a buffer is copied in pieces.
 
     Args:
-        size_bytes: size of a buffer, at least one element.
         count: number of buffers. The host waits only if more copies are pending.
         most: maximum number of buffers after `reserve`; default: `count`.
     """

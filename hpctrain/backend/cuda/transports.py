@@ -59,7 +59,6 @@ class _Mirror:
     """Pinned memory for an array and all arrays inside it.
 
     Attributes:
-        pointer: address of the array on the device.
         memory: uint8, as large as the array.
         copied_back: event after the latest copies from the memory; None if there are none.
     """
@@ -171,11 +170,7 @@ class CudaMark:
 
 
 class CudaGroup:
-    """Implements `DeviceGroup`.
-
-    Args:
-        stream: stream of the links.
-    """
+    """Implements `DeviceGroup`."""
 
     def __init__(self, runtime: CudaRuntime, links: DeviceLinks, stream: DeviceStream, pool: EventPool) -> None:
         self.links: DeviceLinks = links

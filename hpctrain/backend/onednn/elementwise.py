@@ -24,7 +24,6 @@ class ReluMask:
     """Gradient of a ReLU with output y: dx = dy where y > 0, otherwise 0. In place if dx and dy are one buffer.
 
     Args:
-        label: name of the operation in errors.
         values: format of y, dy and dx.
     """
 

@@ -40,7 +40,6 @@ class ForeignImages:
     """Images and labels of another program.
 
     Attributes:
-        path: file of the images.
         images: array or HDF5 dataset (N, H, W), (N, H, W, C) or, if `channels_first`, (N, C, H, W).
         channels_first: whether channels precede height and width.
         labels: (N,) int64.
@@ -234,10 +233,6 @@ def channels_first(name: str, shape: tuple[int, ...], dtype: np.dtype, layout: L
 
 def class_labels(name: str, labels: Any, count: int) -> tuple[np.ndarray, int]:
     """Return (labels (N,) int64, minimum number of classes) of an array or HDF5 dataset.
-
-    Args:
-        name: name of the array, for messages.
-        count: number of images.
 
     Raises:
         DataError: the array does not hold one whole number, or one one-hot row, per image.

@@ -160,7 +160,6 @@ class LeftOut:
     """Files, directories or samples of a source that were not converted, for one reason.
 
     Attributes:
-        reason: reason, such as "cannot be read or decoded".
         places: path or number of each item.
         unreadable: whether the items belong to the data set but are unreadable, and the user requested to skip them.
     """
@@ -178,9 +177,7 @@ class ConvertedFile:
     """Summary of a conversion: the data file, and the items that were left out.
 
     Attributes:
-        path: path of the data file.
         images: (name, number of images) of each class, in the order of labels.
-        left_out: items that were left out.
         value_range: (low, high) of the values of more than 8 bits that became 0 and 255; None: those of their type.
     """
 

@@ -127,11 +127,7 @@ def _bottleneck_stage(
     """Return `count` bottleneck blocks. The first block has the stride.
 
     Args:
-        count: number of blocks.
         channels: channels of the first block, see `bottleneck_block`.
-        stride: stride of the first block.
-        groups: number of groups of each 3x3 convolution.
-        norm: factory of the batch norms.
         ends: result of `stochastic_depths`.
     """
     channels_in, inside, channels_out = channels

@@ -19,7 +19,6 @@ def compile_graph(graph: Graph, kernels: KernelSet, *, training: bool, input_gra
 
     Args:
         graph: model at one batch size, before fusion.
-        kernels: kernel set that computes.
         training: whether the plan has a backward pass.
         input_gradient: whether backward also computes the gradient of the images.
 
@@ -37,7 +36,6 @@ def plan_steps(steps: Steps, alignment_bytes: int = ALIGNMENT_BYTES) -> Executio
     """Return the plan of `steps` by all passes after the first one.
 
     Args:
-        steps: result of the first pass.
         alignment_bytes: alignment of every buffer in the arena.
     """
     forward, backward = forward_actions(steps), backward_actions(steps, recomputed_tensors(steps))

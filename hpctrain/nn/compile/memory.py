@@ -361,7 +361,6 @@ def _best_gap(offsets: np.ndarray, ends: np.ndarray, size: int) -> int:
 
     Args:
         offsets, ends: first byte and end of each placed block, int64 (n,), sorted by offset. The blocks may overlap.
-        size: size of the new block in bytes.
     """
     if not len(ends):
         return 0
@@ -436,7 +435,6 @@ class Places:
         """Return the places of step k's partial gradients, which are adjacent.
 
         Args:
-            k: position of the step.
             apart: inputs whose partial gradients have separate memory.
 
         Returns:

@@ -190,7 +190,6 @@ class ExecutionPlan:
         x, logits: places of the input and the output.
         logits_grad, x_grad: places of their gradients; None if there is none.
         buffers: all regions of the arena.
-        arena_bytes: size of the arena in bytes.
     """
 
     steps: tuple[PlannedStep, ...]

@@ -137,7 +137,6 @@ class PlanFacts:
     """Facts about one plan that are fixed before it runs.
 
     Attributes:
-        plan: execution plan.
         users: positions of the steps that have each parameter.
         silent_views: position of the view that reads each tensor and has no action in backward, if there is one.
     """
