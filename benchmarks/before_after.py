@@ -10,8 +10,8 @@ medians with 95 % bootstrap intervals. All rounds are written to --out.
 
 `busy` trains two of the networks with two threads next to one busy thread of another program, which this program starts and ends.
 
-The averaging job `links` trains on two hosts with links of 1.5 Gb/s (benchmarks/lab.py). Its line also shows the limit of a step
-divided by the step of each tree, as in benchmarks/overlap_report.py. It needs root and is skipped elsewhere.
+The averaging job `links` trains on two hosts with links of 1.5 Gb/s (hpctrain_testing/lab.py). Its line also shows the limit of a
+step divided by the step of each tree, as in benchmarks/overlap_report.py. It needs root and is skipped elsewhere.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.lab import missing
 from benchmarks.overlap_report import Analysis
 from benchmarks.pairs import ratio
 from hpctrain.bench.interleaved import Rounds, interleave, machine_facts, ours, with_threads
 from hpctrain.storage.atomic_write import write_json
+from hpctrain_testing.lab import missing
 
 _TOP = Path(__file__).parents[1]
 BASE, NOW = "base", "now"

@@ -18,11 +18,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.lab import Lab, missing, take_down_at_termination
 from hpctrain.bench.interleaved import machine_facts
 from hpctrain.storage.atomic_write import write_json
-from tests.support.faults import DEADLINE_SECONDS, FAULTS, RANKS, Fault, findings, is_named, prepare, run_fault
-from tests.support.jobs import clean_environment
+from hpctrain_testing.faults import DEADLINE_SECONDS, FAULTS, RANKS, Fault, findings, is_named, prepare, run_fault
+from hpctrain_testing.lab import Lab, missing, take_down_at_termination
+from hpctrain_testing.run import clean_environment
 
 OUT = Path(__file__).resolve().parent / "results" / "faults.json"
 #: that a job may take beyond its deadline, with its start

@@ -2,7 +2,7 @@
 
     python -m benchmarks.overlap resnet18 --peer-python PATH          # 2 hosts at 0.5, 1 and 2 Gb/s; needs root and iproute2
     python -m benchmarks.overlap resnet18 --shared-memory             # 2 ranks on this machine, no peer
-    python -m benchmarks.overlap --report benchmarks/results/overlap-resnet18.json --plot overlap.png
+    python -m benchmarks.overlap --report benchmarks/results/overlap-resnet18.json
 
 Each bandwidth is one job of one rank per host, each on a core of its own, and next to it one job of PyTorch on the same hosts
 (PATH is a Python that has torch). They step in turn and sleep otherwise.
@@ -24,14 +24,14 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.lab import Lab, LabError, missing, take_down_at_termination
-from benchmarks.overlap_report import SHARED_MEMORY, markdown, plot, report
+from benchmarks.overlap_report import SHARED_MEMORY, markdown, report
 from benchmarks.shapes import SHAPES, Shape
 from hpctrain.averaging.averagers import AVERAGERS
 from hpctrain.bench.interleaved import machine_facts
 from hpctrain.comm.progress_mode import ProgressMode
 from hpctrain.storage.atomic_write import write_json
-from tests.support.jobs import clean_environment, find_mpiexec
+from hpctrain_testing.lab import Lab, LabError, missing, take_down_at_termination
+from hpctrain_testing.run import clean_environment, find_mpiexec
 
 _FIXED_KIB = (256, 512, 1024, 2048, 4096, 8192)  # sizes of slices instead of those by rule
 
@@ -48,16 +48,12 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]] | None] = {
     "sharded-measured": ("sharded", {"fc_exchange": "never", "sizes": "measured"}),  # sizes of slices, not by rule
     "sharded-one-level": ("sharded", {"fc_exchange": "never", "two_level": False}),  # where hosts have several ranks
     "priority": ("priority", {"fc_exchange": "never"}),
-    "micro-2": ("sharded", {"fc_exchange": "never", "passes": {"micro_batches": 2}}),
-    "micro-4": ("sharded", {"fc_exchange": "never", "passes": {"micro_batches": 4}}),
-    "exact-4": ("sharded", {"fc_exchange": "never", "passes": {"exact_shards": 4}}),  # over all ranks
-    "exact-8": ("sharded", {"fc_exchange": "never", "passes": {"exact_shards": 8}}),
     **{f"sharded-{size}k": ("sharded", {"fc_exchange": "auto", "bucket_bytes": size << 10}) for size in _FIXED_KIB},
 }
 _NEEDED = ("compute-only", "blocking")
 _SEVERAL_ON_A_HOST = ("sharded-one-level",)
-# by the benchmark `exact`, and to compare the rule of sizes with
-_WHERE_ASKED_FOR = ("micro-2", "micro-4", "exact-4", "exact-8", *(f"sharded-{size}k" for size in _FIXED_KIB))
+# to compare the rule of sizes with
+_WHERE_ASKED_FOR = tuple(f"sharded-{size}k" for size in _FIXED_KIB)
 _ROOT = Path(__file__).resolve().parent.parent
 _PORT = 29511
 _PEER_ENVIRONMENT = ("THP_MEM_ALLOC_ENABLE=1",)  # huge pages make PyTorch's steps shorter
@@ -202,7 +198,6 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--peer-python", help="a Python with torch; none: no peer")
     parser.add_argument("--timeout", type=float, default=1200.0, help="seconds that one bandwidth may take")
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--plot", type=Path, help="an image; needs matplotlib")
     parser.add_argument("--markdown", action="store_true", help="print tables for a document")
     parser.add_argument("--report", type=Path, nargs="+", help="print the report of earlier runs' JSON; runs nothing")
     chosen = parser.parse_args(arguments)
@@ -245,8 +240,6 @@ def main(arguments: list[str] | None = None) -> int:
             print(markdown(each))
         else:
             report(each)
-        if chosen.plot:
-            plot(each, chosen.plot)
     return 0
 
 

@@ -10,6 +10,7 @@ import json
 import socket
 import sys
 import time
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -17,7 +18,6 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.overlap_rounds import Measured, Turns, mean_over_ranks, rounds, say_and_wait
 from benchmarks.process import be_nice, cpu_seconds, sent_bytes
 from benchmarks.shapes import Shape, made_up_batch
 from hpctrain.averaging.averagers import make_strategy
@@ -54,10 +54,6 @@ class Settings:
     warmup: untimed steps, before all turns, of strategies that order their messages by what they measure in them.
     peers: sockets of PyTorch's ranks, in rank order; none: no peer. progress: who moves messages while kernels run, "auto":
     measured. nice: of the ranks and the peers. out: JSON, written by rank 0.
-    bare: measure bare operations and allreduces, too. link_bytes: of the message that measures the link.
-    seconds: no round begins later than so long after the first one, but three are run; None: all are.
-    screen: the rule by which variants leave after `screen_rounds` (see overlap_rounds.py); None: all stay.
-    link_words: a file by which rank 0 asks for an unshaped link while variants warm up; empty: it stays as it is.
     """
 
     shape: dict[str, Any]
@@ -72,12 +68,6 @@ class Settings:
     progress: str = "auto"
     nice: int = 0
     deadline_seconds: float = 120.0
-    bare: bool = True
-    link_bytes: int = _LINK_BYTES
-    seconds: float | None = None
-    screen: dict[str, Any] | None = None
-    screen_rounds: int = 3
-    link_words: str = ""
 
 
 @dataclass
@@ -138,8 +128,6 @@ class Rank:
         if choice is None:  # one rank's blocking averaging is the local update, whole
             choice, groups = ("blocking", {}), groups.alone()
         averager, options = choice
-        passes = options.get("passes", {})  # of the replica
-        options = {key: value for key, value in options.items() if key != "passes"}
         replica = Replica(
             self.network,
             groups=groups,
@@ -147,7 +135,6 @@ class Rank:
             strategy=partial(make_strategy, averager, options),
             optimizer=partial(Sgd, momentum=0.9),
             nominal_batch=self.batch.global_count,
-            **passes,
         )
         replica.agree()
         # Where nothing travels under a kernel, no look is needed: not under the compute that all others are compared with either.
@@ -242,7 +229,7 @@ class Rank:
 
     def link_bytes_per_second(self) -> float:
         """The rate of a large message from rank 0 to the last rank, alone on the link; on rank 0."""
-        buffer = np.ones(self.settings.link_bytes, np.uint8)
+        buffer = np.ones(_LINK_BYTES, np.uint8)
         comm, last = self.bare_comm, self.world.size - 1
         rates = []
         for _ in range(_LINK_TRIALS):
@@ -255,14 +242,6 @@ class Rank:
             self.barrier()
             rates.append(buffer.size / (time.perf_counter() - begin))
         return float(np.median(rates))
-
-    def set_link(self, word: str) -> None:
-        """Ask the process that started the job for an "unshaped" or a "shaped" link, and wait until it is."""
-        if self.settings.link_words:
-            self.barrier()
-            if self.world.rank == 0:
-                say_and_wait(Path(self.settings.link_words), word)
-            self.barrier()
 
     def allreduce_seconds(self) -> dict[str, float]:
         """Allreduce of all gradients, nonblocking and polled as `blocking` does it, and MPI's own blocking call."""
@@ -333,36 +312,39 @@ class Peer:
 
 def measure(rank: Rank) -> dict[str, Any]:
     """All rounds; the order within a round moves on by one each time, so that no variant always comes after the same one."""
-    settings = rank.settings
     payloads = rank.formula_bytes(rank.world.size)
-    rank.set_link("unshaped")
     for name, variant in rank.variants.items():
         rank.say(f"warm-up of {name}")
         rank.warm_up(variant)
-    rank.set_link("shaped")
-    for size in payloads.values() if settings.bare else ():
+    for size in payloads.values():
         rank.bare(size)
     rank.say("link")
     facts = _facts(rank, payloads)
-    turns: Turns = {name: partial(rank.turn, variant) for name, variant in rank.variants.items()}
+    turns: dict[str, Callable[[], dict[str, float]]] = {
+        name: partial(rank.turn, variant) for name, variant in rank.variants.items()
+    }
     if rank.peer is not None:
         turns |= {f"peer {kind}": partial(rank.peer_turn, kind) for kind in PEER_KINDS}
-    if settings.bare:
-        turns |= {f"bare {kind}": partial(rank.bare, size) for kind, size in payloads.items()}
-    return {"facts": facts, "rounds": _rounds(rank, turns)}
+    turns |= {f"bare {kind}": partial(rank.bare, size) for kind, size in payloads.items()}
+    measured: dict[str, list[dict[str, float]]] = {name: [] for name in turns}
+    names = list(turns)
+    for number in range(rank.settings.rounds):
+        at = number % len(names)
+        rank.say(f"round {number + 1} of {rank.settings.rounds}")
+        for name in names[at:] + names[:at]:
+            measured[name].append(turns[name]())
+    return {"facts": facts, "rounds": measured}
 
 
-def _rounds(rank: Rank, turns: Turns) -> Measured:
-    chosen = rank.settings
-    return rounds(
-        rank.world,
-        turns,
-        chosen.rounds,
-        seconds=chosen.seconds,
-        screen=chosen.screen,
-        screen_rounds=chosen.screen_rounds,
-        say=rank.say,
-    )
+def mean_over_ranks(all_ranks: list[Mapping[str, list[dict[str, float]]]]) -> dict[str, list[dict[str, float]]]:
+    """The ranks' measurements of the same turn, averaged: one that starts its timed steps late ends them early."""
+    return {
+        name: [
+            {key: float(np.mean([of_rank[name][number][key] for of_rank in all_ranks])) for key in turn}
+            for number, turn in enumerate(turns)
+        ]
+        for name, turns in all_ranks[0].items()
+    }
 
 
 def _facts(rank: Rank, payloads: dict[str, int]) -> dict[str, Any]:
@@ -372,7 +354,7 @@ def _facts(rank: Rank, payloads: dict[str, int]) -> dict[str, Any]:
         "wire_bytes": payloads if two_level is None else rank.formula_bytes(two_level.nodes),
         "parameters": rank.network.groups["all"].size,
         "link_bytes_per_second": rank.link_bytes_per_second(),
-        "allreduce_seconds": rank.allreduce_seconds() if rank.settings.bare else None,
+        "allreduce_seconds": rank.allreduce_seconds(),
         "ranks": rank.world.size,
         "mpi": mpi.describe(),
         "progress": f"{rank.mode}: {rank.mode_reason}",

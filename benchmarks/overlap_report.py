@@ -1,12 +1,10 @@
-"""The measurements of `overlap.py` as a table and a plot: how near each strategy comes to the limit, and what it hides."""
+"""The measurements of `overlap.py` as tables: how near each strategy comes to the limit, and what it hides."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-from benchmarks import plots
 from benchmarks.pairs import Interval, interval, paired, ratio
 
 SHARED_MEMORY = "shared memory"  # in place of a rate
@@ -191,26 +189,3 @@ def markdown(result: dict[str, Any]) -> str:
 def _allreduce(facts: dict[str, Any]) -> str:
     seconds = facts["allreduce_seconds"]
     return f"{seconds['polled']:.3f} s polled, {seconds['own']:.3f} s in MPI's blocking call"
-
-
-def plot(result: dict[str, Any], path: Path) -> None:
-    """Step time over bandwidth, one line a strategy, with the limit max(compute-only + c, wire).
-
-    Raises:
-        SystemExit: matplotlib is not installed.
-    """
-    analyses = [Analysis(run) for run in result["runs"]]
-    rates = [8 * analysis.rate / 1e9 for analysis in analyses]
-    with plots.panels(path, 1, 8, 5) as (axes,):
-        names = [*analyses[0].names, *([_PEER, _PEER_ALONE] if analyses[0].has_peer else [])]
-        for name in names:
-            steps = [analysis.step(name) for analysis in analyses]
-            spread = [[step.median - step.low for step in steps], [step.high - step.median for step in steps]]
-            style = ":" if name.endswith("compute-only") else "-"
-            axes.errorbar(rates, [step.median for step in steps], spread, label=name, linestyle=style, marker="o", capsize=3)
-        for kind in sorted(analyses[0].payload):
-            limits = [analysis.limit(kind).median for analysis in analyses]
-            axes.plot(rates, limits, "k--" if kind == "gradients" else "k-.", label=f"limit, {kind}")
-        axes.set(xlabel="measured link rate, Gb/s", ylabel="step, s", title=result["model"], xscale="log", ylim=(0, None))
-        axes.set_xticks(rates, [f"{rate:.2g}" for rate in rates])
-        axes.legend(fontsize="small")

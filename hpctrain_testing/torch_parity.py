@@ -18,8 +18,8 @@ from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
 from hpctrain.backend.operators import KernelSet, StepContext
 from hpctrain.bench import torch_models
 from hpctrain.models import catalogue
+from hpctrain.models.state_dict import export
 from hpctrain.nn.network import Network
-from tests.support import network_state
 
 MODELS = ("vgg16", "resnet18", "resnet50", "resnet20", "resnet9", "resnext50_32x4d", "preact_resnet18", "wrn_16_8", "vgg_small")
 
@@ -96,7 +96,7 @@ def our_step(network: Network, batch: Batch) -> StepResult:
 
 
 def torch_step(name: str, width: float, state: Mapping[str, np.ndarray], batch: Batch, dtype: str) -> StepResult:
-    """Run the same step in PyTorch, from the weights `state` (as `network_state.export` returns them), in `dtype`.
+    """Run the same step in PyTorch, from the weights `state` (as `hpctrain.models.state_dict.export` returns them), in `dtype`.
 
     Raises:
         RuntimeError: names or shapes of torch and hpctrain differ.
@@ -165,7 +165,7 @@ def compare(
     options = {"classes": classes, "width": width}
     batch = make_batch(samples, pixels, classes, seed)
     network = make_network(name, pixels, options, "float64", seed)
-    state = network_state.export(network)
+    state = export(network)
     reference = torch_step(name, width, state, batch, "float64")
     double = distances(our_step(network, batch), reference)
     del network  # four copies of a large model are enough

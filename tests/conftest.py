@@ -26,9 +26,9 @@ from hpctrain.comm.progress import ProgressEngine
 from hpctrain.core import user_code
 from hpctrain.launch.launcher import detect
 from hpctrain.nn.compile import validate
+from hpctrain_testing.run import Outcome, find_mpiexec, run_job
 from tests.support import sampling
 from tests.support.emulated import EmulatedDevices
-from tests.support.jobs import Outcome, find_mpiexec, run_job
 from tests.support.marking import JobMarker
 
 # The same examples in every run: one that fails is found where the code or the test changes, not by chance elsewhere. Nothing is
@@ -204,7 +204,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 @pytest.fixture(scope="session")
 def job() -> Callable[..., Outcome]:
-    """`tests.support.jobs.run_job`, where there is an mpiexec."""
+    """`hpctrain_testing.run.run_job`, where there is an mpiexec."""
     if find_mpiexec() is None:
         pytest.skip("there is no mpiexec, neither next to this Python nor on PATH")
     return run_job

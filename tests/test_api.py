@@ -32,9 +32,9 @@ from hpctrain.nn.layers import Layer, lowered
 from hpctrain.optim.base import Optimizer
 from hpctrain.optim.schedules import LearningRateSchedule
 from hpctrain.storage import checkpoint
+from hpctrain_testing.run import Outcome
 from tests.support import nets
 from tests.support.api_program import TASK
-from tests.support.jobs import Outcome
 from tests.support.one_rank import one_group, train_alone
 from tests.support.training import Result, distance
 

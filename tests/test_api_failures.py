@@ -21,7 +21,7 @@ from hpctrain.flight.ring import file_name, read
 from hpctrain.launch.process_end import DEADLINE, STOPPED, End
 from hpctrain.launch.process_start import STOPS
 from hpctrain.storage import checkpoint
-from tests.support.jobs import Outcome
+from hpctrain_testing.run import Outcome
 from tests.test_api import alone_without_a_launcher as alone_without_a_launcher
 
 ROOT = Path(__file__).parents[1]

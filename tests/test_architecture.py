@@ -173,6 +173,26 @@ def test_one_module_imports_cupy() -> None:
     assert importers("cupy_backends") == IMPORTERS_OF_CUPY[:1]
 
 
+@pytest.mark.parametrize(
+    ("folder", "apart"),
+    [
+        ("benchmarks", {"tests"}),
+        ("hpctrain_testing", {"tests", "benchmarks"}),
+        ("tests", {"benchmarks"}),  # but for tests/benchmarks, which are the tests of the benchmarks
+    ],
+)
+def test_tests_and_benchmarks_share_only_the_instruments(folder: str, apart: set[str]) -> None:
+    """hpctrain_testing can be installed alone, and tests and benchmarks change independently of each other."""
+    mixing = []
+    for path in sorted((TOP / folder).rglob("*.py")):
+        nodes = list(ast.walk(ast.parse(path.read_text())))
+        names = [str(node.module) for node in nodes if isinstance(node, ast.ImportFrom)]
+        names += [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+        if apart & {name.split(".")[0] for name in names} and not path.is_relative_to(TOP / "tests" / "benchmarks"):
+            mixing.append(str(path.relative_to(TOP)))
+    assert not mixing
+
+
 def test_the_contracts_of_imports_lack_no_module() -> None:
     contracts = tomllib.loads((TOP / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
     _, without_mpi, production = (set(contract.get("source_modules", ())) for contract in contracts[:3])

@@ -65,6 +65,31 @@ def test_the_instruments_are_a_distribution_of_their_own(tmp_path: Path) -> None
     assert f"Requires-Dist: hpctrain=={__version__}\n" in metadata.read_text()
 
 
+#: imports all modules; those that compare with PyTorch need it
+_IMPORT_ALL = """
+import importlib, pkgutil, hpctrain_testing
+for module in pkgutil.walk_packages(hpctrain_testing.__path__, "hpctrain_testing."):
+    try:
+        print(importlib.import_module(module.name).__file__)
+    except ModuleNotFoundError as error:
+        assert error.name in ("torch", "torchvision"), error
+"""
+
+
+@pytest.mark.job
+@pytest.mark.skipif(wheel.SETUPTOOLS_IS_OLD, reason=wheel.NO_BUILD)
+def test_the_instruments_need_no_checkout(tmp_path: Path) -> None:
+    environment = tmp_path / "environment"
+    wheel.install(wheel.build(tmp_path / "of-hpctrain"), environment)
+    wheel.install_into(wheel.build_instruments(tmp_path), environment)
+    command = [environment / "bin" / "python", "-c", _IMPORT_ALL]
+    variables = wheel.environment(environment, tmp_path)
+    done = subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert {"run.py", "lab.py", "faults.py", "communicator.py"} <= {Path(line).name for line in done.stdout.splitlines()}
+    assert all(Path(line).is_relative_to(environment) for line in done.stdout.splitlines())
+
+
 @pytest.mark.job
 @pytest.mark.skipif(wheel.SETUPTOOLS_IS_OLD, reason=wheel.NO_BUILD)
 def test_the_source_distribution_makes_the_same_wheel(installed: Path, tmp_path: Path) -> None:

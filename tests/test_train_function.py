@@ -23,7 +23,7 @@ from hpctrain.launch.threads import NodeLoad
 from hpctrain.runs import directory
 from hpctrain.storage import checkpoint
 from hpctrain.training.trainer import Trainer
-from tests.support.jobs import Outcome
+from hpctrain_testing.run import Outcome
 from tests.support.tiny_runs import whole_lines
 
 ROOT = Path(__file__).parents[1]

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from hpctrain.planner import machine_file
+from hpctrain_testing.run import Outcome
 from tests.support import planned
 from tests.support.here import run_here
-from tests.support.jobs import Outcome
 from tests.support.tiny_runs import Start, assert_same, hpctrain, newest_checkpoint, newest_run, prepare, sentence, whole_lines
 
 CONFIG = """

@@ -19,8 +19,8 @@ from hpctrain.cli.main import cli
 from hpctrain.planner import machine_file
 from hpctrain.runs.directory import RunDirectory
 from hpctrain.storage import checkpoint
+from hpctrain_testing.run import Outcome
 from tests.support.here import run_here
-from tests.support.jobs import Outcome
 from tests.support.tiny_runs import Start, assert_same, hpctrain, newest_checkpoint, newest_run, prepare
 
 pytestmark = pytest.mark.slow

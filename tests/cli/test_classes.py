@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from hpctrain.data.writer import write_data_file
-from tests.support.jobs import Outcome
+from hpctrain_testing.run import Outcome
 from tests.support.tiny_runs import accuracy, assert_same, hpctrain, newest_checkpoint, sentence, whole_lines
 
 pytestmark = pytest.mark.slow

@@ -28,10 +28,10 @@ from hpctrain.core.yaml_source import dotted
 from hpctrain.models import sizes
 from hpctrain.site import profile
 from hpctrain.version import __version__
+from hpctrain_testing.run import clean_environment
 from tests.run.test_grids_and_image_sizes import BATCH_NORM_CONFIG as CONFIG
 from tests.support.data_files import make_node
 from tests.support.job_scripts import SITES
-from tests.support.jobs import clean_environment
 
 #: words that make a text a piece of a sentence
 _PIECES = ("Of ", "That ", "Such ", "By default", "As ", "Who ", "What ", "Which ", "How ")

@@ -21,9 +21,9 @@ from typing import Any
 import pytest
 
 from hpctrain.cli.failure import USER_ERROR
+from hpctrain_testing.run import Outcome, clean_environment, find_mpiexec
 from tests.cli.test_starting import folder as folder
 from tests.support.doctored import python_path
-from tests.support.jobs import Outcome, clean_environment, find_mpiexec
 from tests.support.tiny_runs import sentence
 
 pytestmark = [pytest.mark.job, pytest.mark.slow]

@@ -21,8 +21,8 @@ from hpctrain.cli.main import cli
 from hpctrain.core.errors import DataError, RankLostError
 from hpctrain.core.text import place
 from hpctrain.launch.process_start import STANDARD_OUTPUT
+from hpctrain_testing.run import Outcome
 from tests.support.here import run_here
-from tests.support.jobs import Outcome
 
 _LOGGED = re.compile(r"\d\d:\d\d:\d\d [A-Z]+ |note: ")
 

@@ -13,8 +13,8 @@ import pytest
 from hpctrain.core.text import place
 from hpctrain.data.writer import write_data_file
 from hpctrain.storage import checkpoint
+from hpctrain_testing.run import Outcome
 from tests.support.here import run_here
-from tests.support.jobs import Outcome
 from tests.support.sampling import amount
 
 Job = Callable[..., Outcome]

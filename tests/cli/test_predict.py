@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from hpctrain.cli.failure import USER_ERROR
+from hpctrain_testing.run import Outcome
 from tests.support.here import run_here
-from tests.support.jobs import Outcome
 from tests.support.runs import CLASSES, train
 
 pytestmark = pytest.mark.slow

@@ -14,8 +14,8 @@ from hpctrain.optim.schedules import Cosine
 from hpctrain.runs.directory import RunDirectory
 from hpctrain.storage import checkpoint
 from hpctrain.training.step import TrainingStep
+from hpctrain_testing.run import Outcome
 from tests.support.here import virtual_rank
-from tests.support.jobs import Outcome
 from tests.support.tiny_runs import (
     accuracy,
     assert_close,

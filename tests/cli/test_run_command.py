@@ -19,8 +19,8 @@ from click.testing import CliRunner
 
 from hpctrain.cli.main import cli
 from hpctrain.cli.run_command import ATTEMPTS_FILE
+from hpctrain_testing.run import clean_environment, find_mpiexec
 from tests.support.here import run_here
-from tests.support.jobs import clean_environment, find_mpiexec
 from tests.support.sampling import amount
 from tests.support.signal_storm import final_tensors, prepare, same_bits
 

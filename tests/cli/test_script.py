@@ -10,7 +10,7 @@ import pytest
 from hpctrain.core.text import place
 from hpctrain.flight.ring import file_name, read
 from hpctrain.launch.process_end import DEADLINE, SIGNALLED, STOPPED, End
-from tests.support.jobs import Outcome
+from hpctrain_testing.run import Outcome
 
 pytestmark = pytest.mark.slow
 Job = Callable[..., Outcome]

@@ -12,8 +12,8 @@ from hpctrain.backend.onednn.kernel_set import available
 from hpctrain.launch.process_end import FINISHED, STOPPED
 from hpctrain.runs.directory import RunDirectory, latest
 from hpctrain.storage import checkpoint
+from hpctrain_testing.run import Outcome
 from tests.support.here import run_here
-from tests.support.jobs import Outcome
 from tests.support.kills import WRITERS, moments, run_writer
 from tests.support.signal_storm import QUIET, Setting, Tally, final_tensors, prepare, quiet_storm, same_bits
 from tests.support.tiny_runs import Start

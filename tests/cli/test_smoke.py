@@ -9,8 +9,8 @@ import pytest
 from click.testing import CliRunner
 
 from hpctrain.cli.main import cli
+from hpctrain_testing.run import Outcome
 from tests.support.here import run_here
-from tests.support.jobs import Outcome
 from tests.support.runs import make_run
 
 Job = Callable[..., Outcome]

@@ -19,9 +19,9 @@ from hpctrain.cli.main import cli
 from hpctrain.core.errors import ConfigError
 from hpctrain.core.text import place, spans
 from hpctrain.runs.directory import flight_directory
-from tests.support import faults
+from hpctrain_testing import faults
+from hpctrain_testing.run import Outcome
 from tests.support.job_pairs import Pair, Tally, reference_of, run_pairs
-from tests.support.jobs import Outcome
 from tests.support.tiny_runs import hpctrain, prepare
 
 Job = Callable[..., Outcome]

@@ -17,8 +17,8 @@ from click.testing import CliRunner, Result
 
 from hpctrain.cli.main import cli
 from hpctrain.data.writer import write_data_file
+from hpctrain_testing.run import clean_environment, find_mpiexec
 from tests.support import stand_ins
-from tests.support.jobs import clean_environment, find_mpiexec
 from tests.support.signal_storm import final_tensors, prepare, same_bits
 
 pytestmark = pytest.mark.job

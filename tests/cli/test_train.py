@@ -16,8 +16,8 @@ from hpctrain.averaging import averagers
 from hpctrain.comm.link import LinkModel
 from hpctrain.runs.directory import RunDirectory
 from hpctrain.storage import checkpoint
+from hpctrain_testing.run import Outcome
 from tests.support.here import run_here
-from tests.support.jobs import Outcome
 from tests.support.run_in_process import Killed
 from tests.support.tiny_runs import (
     Start,

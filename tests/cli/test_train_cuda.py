@@ -16,9 +16,9 @@ import pytest
 from hpctrain.backend.choice import DEVICE_VARIABLE
 from hpctrain.config.load import parse
 from hpctrain.planner.planned_run import description, prepare
+from hpctrain_testing.run import Outcome
 from tests.support.emulated import EmulatedDeviceFactory
 from tests.support.here import run_here
-from tests.support.jobs import Outcome
 from tests.support.tiny_runs import Start, accuracy, assert_close, assert_same, hpctrain, newest_checkpoint, newest_run, sentence
 from tests.support.tiny_runs import prepare as prepare_folder
 

@@ -14,9 +14,9 @@ from click.testing import CliRunner
 
 from hpctrain.cli.main import cli
 from hpctrain.core import user_code
+from hpctrain_testing.run import Outcome
 from tests.core.test_registry import offer
 from tests.support.here import run_here
-from tests.support.jobs import Outcome
 from tests.support.tiny_runs import newest_run, write_images
 
 Job = Callable[..., Outcome]

@@ -29,7 +29,7 @@ from hpctrain.cli.watch_screen import news, screen, text_curve
 from hpctrain.launch.process_end import End
 from hpctrain.runs.directory import RunDirectory, runs
 from hpctrain.runs.state import RunState
-from tests.support.jobs import clean_environment
+from hpctrain_testing.run import clean_environment
 from tests.support.recorded import SECOND, record
 
 _CONFIG = """

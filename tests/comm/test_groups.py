@@ -29,10 +29,10 @@ from hpctrain.comm.groups import (
 )
 from hpctrain.comm.link import ClockMap, LinkModel, Offset, calibrate, measure_offset, measure_operation_seconds
 from hpctrain.core.errors import CommunicationTimeoutError, DataError, HpctrainError, RankLostError, ShapeError
+from hpctrain_testing.run import run_job
 from hpctrain_testing.virtual.communicator import ThreadCommunicator
 from hpctrain_testing.virtual.counters import Counters, CountingCommunicator
 from hpctrain_testing.virtual.run import run_virtual, virtual_engine, wait
-from tests.support.jobs import run_job
 
 PLACEMENTS = [
     (0, 0, 1, 1),

@@ -14,9 +14,9 @@ from hpctrain.comm import shared_memory
 from hpctrain.comm.base import SingleCommunicator
 from hpctrain.comm.shared_memory import share
 from hpctrain.core.text import place
+from hpctrain_testing.run import Outcome, run_job
 from hpctrain_testing.virtual.communicator import ThreadCommunicator
 from hpctrain_testing.virtual.run import run_virtual, wait
-from tests.support.jobs import Outcome, run_job
 
 Job = Callable[..., Outcome]
 

@@ -19,9 +19,9 @@ from PIL import Image
 
 from hpctrain.data.fetch import FASHION_MNIST
 from hpctrain.data.writer import write_data_file
+from hpctrain_testing.run import find_mpiexec
 from tests.docs.test_blocks import BEGINNINGS, Block, blocks
 from tests.support import stand_ins, wheel
-from tests.support.jobs import find_mpiexec
 
 _MARKS = (
     pytest.mark.job,

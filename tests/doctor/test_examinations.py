@@ -38,10 +38,10 @@ from hpctrain.doctor.ranks import CoreFacts, LibraryFacts
 from hpctrain.doctor.run import DoctorRank
 from hpctrain.launch.child import Notebook, RankEnd
 from hpctrain.launch.launcher import Launcher
+from hpctrain_testing.run import clean_environment
 from hpctrain_testing.virtual.communicator import ThreadCommunicator
 from hpctrain_testing.virtual.run import run_virtual
 from tests.support.doctored import keys, view
-from tests.support.jobs import clean_environment
 
 
 def test_nodes_have_their_ranks() -> None:

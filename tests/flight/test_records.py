@@ -38,7 +38,7 @@ from hpctrain.flight.start_records import KEPT, RECORDS, latest, place_of_start,
 from hpctrain.launch.keeper import Pulse
 from hpctrain.launch.launcher import Launcher
 from hpctrain.launch.process_end import End
-from tests.support.jobs import run_job
+from hpctrain_testing.run import run_job
 from tests.support.recorded import line
 
 

@@ -24,7 +24,7 @@ from hpctrain.launch.launcher import (
 )
 from hpctrain.launch.supervisor import TrainCommand
 from hpctrain.launch.threads import NodeLoad, node_load, outnumbers_cores, physical_cores, rank_cores, set_threads, usable_cores
-from tests.support.jobs import Outcome, find_mpiexec, run_job
+from hpctrain_testing.run import Outcome, find_mpiexec, run_job
 
 HYDRA = {"PMI_RANK": "5", "PMI_SIZE": "8", "MPI_LOCALNRANKS": "4", "MPI_LOCALRANKID": "1"}
 SLURM = {

@@ -26,8 +26,8 @@ from hpctrain.launch.process_start import HELD, STANDARD_OUTPUT, STOPS, Forgivin
 from hpctrain.launch.shared_segments import Removed, _folder, forget, hint, limit_ucx, remember, remove_stale
 from hpctrain.launch.signals import SignalWatch
 from hpctrain.launch.supervisor import _is_broken
+from hpctrain_testing.run import Outcome, clean_environment, run_job
 from tests.cli.test_starting import folder as folder
-from tests.support.jobs import Outcome, clean_environment, run_job
 from tests.support.sampling import amount
 from tests.support.signal_storm import prepare
 

@@ -24,7 +24,7 @@ from hpctrain.launch.control_groups import (
 )
 from hpctrain.launch.processes import ProcessMark, ProcessStatus, WatchedProcess, launchers, status_of
 from hpctrain.launch.scheduler import SchedulerJob, age_seconds, own_job, slurm_seconds_left
-from tests.support.jobs import run_job
+from hpctrain_testing.run import run_job
 
 MEMINFO = "MemTotal: 100 kB\nMemAvailable:      50 kB\n"
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from hpctrain.core.text import place
-from tests.support.jobs import Outcome, clean_environment, run_job
+from hpctrain_testing.run import Outcome, clean_environment, run_job
 from tests.support.signal_storm import prepare
 
 pytestmark = pytest.mark.job

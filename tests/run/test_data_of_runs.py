@@ -40,10 +40,10 @@ from hpctrain.launch.threads import ThreadPlan
 from hpctrain.run import data_cache
 from hpctrain.run.data_cache import cache_of, fill, give_levels
 from hpctrain.run.images import make_loader
+from hpctrain_testing.faults import Fault, prepare, run_fault
+from hpctrain_testing.run import Outcome, clean_environment, run_job
 from hpctrain_testing.virtual.run import run_virtual
 from tests.support import local_copies
-from tests.support.faults import Fault, prepare, run_fault
-from tests.support.jobs import Outcome, clean_environment, run_job
 from tests.support.local_copies import ASKED_WHILE_FILLING, IMAGES, TEST_IMAGES, Trainings
 from tests.support.runs import virtual_engine, work_virtual
 from tests.support.signal_storm import final_tensors, same_bits

@@ -46,12 +46,13 @@ from hpctrain.storage.checkpoint import CheckpointContent
 from hpctrain.storage.weights_file import WeightsFile
 from hpctrain.training.metrics import Reporter
 from hpctrain.training.snapshot import Position
+from hpctrain_testing import faults
+from hpctrain_testing.faults import Fault, run_fault
+from hpctrain_testing.run import Outcome
 from hpctrain_testing.virtual.communicator import ThreadCommunicator
 from hpctrain_testing.virtual.counters import Counters, CountingCommunicator
 from hpctrain_testing.virtual.run import run_virtual, virtual_engine
-from tests.support import faults, nets, network_state, run_in_process
-from tests.support.faults import Fault, run_fault
-from tests.support.jobs import Outcome
+from tests.support import nets, network_state, run_in_process
 from tests.support.recorded import Heard
 from tests.support.runs import train_virtual
 from tests.support.signal_storm import final_tensors, prepare, same_bits

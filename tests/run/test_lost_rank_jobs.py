@@ -15,7 +15,7 @@ from hpctrain.core.text import place
 from hpctrain.data.writer import write_data_file
 from hpctrain.runs.directory import RunDirectory, runs
 from hpctrain.storage import checkpoint
-from tests.support.jobs import Outcome, find_mpiexec
+from hpctrain_testing.run import Outcome, find_mpiexec
 from tests.support.tiny_runs import whole_lines
 
 pytestmark = [pytest.mark.job, pytest.mark.slow, pytest.mark.mpi_differs]

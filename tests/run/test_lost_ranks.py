@@ -16,7 +16,7 @@ from hpctrain.job.lost_ranks import ShrinkState, check_offered
 from hpctrain.launch.launcher import Launcher
 from hpctrain.runs.directory import RunDirectory
 from hpctrain.training.snapshot import Position
-from tests.support.jobs import Outcome
+from hpctrain_testing.run import Outcome
 from tests.support.recorded import Heard
 from tests.support.signal_storm import prepare
 

@@ -29,10 +29,10 @@ from hpctrain.storage import checkpoint
 from hpctrain.storage.checkpoint import CheckpointContent, checkpoint_path, checkpoints, read
 from hpctrain.training.state_hashes import hash_of, hash_of_all
 from hpctrain.training.step import TrainingStep
+from hpctrain_testing.run import Outcome
 from hpctrain_testing.virtual.communicator import ThreadCommunicator
 from hpctrain_testing.virtual.run import run_virtual
 from tests.run.test_saved_runs import write_images
-from tests.support.jobs import Outcome
 from tests.support.runs import _rank, train_virtual
 from tests.support.tiny_runs import whole_lines
 

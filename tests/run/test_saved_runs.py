@@ -32,10 +32,10 @@ from hpctrain.storage.checkpoint import CheckpointContent, checkpoint_path, read
 from hpctrain.training.replica import LoopState, Replica
 from hpctrain.training.saving import BackgroundWriter
 from hpctrain.training.step import TrainingStep
+from hpctrain_testing.run import Outcome, run_job
 from hpctrain_testing.virtual.communicator import ThreadCommunicator
 from hpctrain_testing.virtual.run import run_virtual, virtual_engine
 from tests.support import nets
-from tests.support.jobs import Outcome, run_job
 from tests.support.runs import train_virtual
 from tests.support.tiny_runs import whole_lines
 from tests.support.training import Task, batches, replica_of

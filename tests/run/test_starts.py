@@ -54,10 +54,10 @@ from hpctrain.runs.directory import latest
 from hpctrain.storage import checkpoint
 from hpctrain.storage.checkpoint import convert
 from hpctrain.training.replica import Replica
+from hpctrain_testing.run import Outcome
 from hpctrain_testing.virtual.communicator import ThreadCommunicator
 from hpctrain_testing.virtual.run import run_virtual
 from tests.support import nets
-from tests.support.jobs import Outcome
 from tests.support.run_in_process import prepare, train
 from tests.support.runs import _session
 from tests.support.sampling import amount

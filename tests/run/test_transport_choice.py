@@ -15,10 +15,10 @@ from hpctrain.config.schema import Config
 from hpctrain.core.errors import BackendError, ConfigError
 from hpctrain.launch.launcher import Launcher
 from hpctrain.run.messages import choose_transport, try_transport
+from hpctrain_testing.faults import DEADLINE_SECONDS, FAULTS, findings, is_named, prepare, run_fault
 from hpctrain_testing.virtual.communicator import ThreadCommunicator
 from hpctrain_testing.virtual.run import run_virtual
 from tests.support.emulated import EmulatedDeviceFactory
-from tests.support.faults import DEADLINE_SECONDS, FAULTS, findings, is_named, prepare, run_fault
 
 STAGED = "transport staged: messages pass through host memory"
 

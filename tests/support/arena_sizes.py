@@ -8,7 +8,6 @@ import subprocess
 import sys
 from collections.abc import Mapping
 
-from benchmarks.before_after import NETS
 from hpctrain.backend.choice import make_backend
 from hpctrain.backend.graph import GraphBuilder
 from hpctrain.backend.specs import TensorSpec
@@ -16,17 +15,24 @@ from hpctrain.bench.engine_step import workload
 from hpctrain.models import catalogue
 from hpctrain.nn.compile.compiler import compile_graph
 
+_NETWORKS = (("resnet50", 8, 224), ("vgg16", 4, 224), ("resnet34", 12, 48), ("resnet20", 64, 32), ("small", 32, 28))
+
 
 def arena_sizes(backend: str) -> dict[str, list[int]]:
     """network -> bytes of [training, evaluation]."""
     kernels = make_backend(backend).kernels
     sizes = {}
-    for name in ("resnet50-224", "vgg16-224", "resnet34-48", "resnet20-32", "small-28"):
-        net = NETS[name]
-        task = workload(net.model, net.batch, net.pixels)
+    for model, batch, pixels in (
+        ("resnet50", 8, 224),
+        ("vgg16", 4, 224),
+        ("resnet34", 12, 48),
+        ("resnet20", 64, 32),
+        ("small", 32, 28),
+    ):
+        task = workload(model, batch, pixels)
         builder = GraphBuilder(TensorSpec((task.batch, task.pixels, task.pixels, task.channels), "float32"))
         graph = builder.build(catalogue.build(task.model, task.options).lower(builder, 0, ""))
-        sizes[name] = [compile_graph(graph, kernels, training=training).arena_bytes for training in (True, False)]
+        sizes[f"{model}-{pixels}"] = [compile_graph(graph, kernels, training=training).arena_bytes for training in (True, False)]
     return sizes
 
 

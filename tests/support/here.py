@@ -28,9 +28,9 @@ from hpctrain.core import log
 from hpctrain.job import session
 from hpctrain.launch.launcher import Launcher
 from hpctrain.runs import directory
+from hpctrain_testing.run import Outcome, clean_environment
 from hpctrain_testing.virtual.communicator import ThreadCommunicator
 from hpctrain_testing.virtual.run import run_virtual, virtual_engine, wait
-from tests.support.jobs import Outcome, clean_environment
 
 _PROGRAM = ["-m", "hpctrain"]
 _RANK = threading.local()

@@ -31,12 +31,12 @@ from typing import Any
 import numpy as np
 import psutil
 
-from benchmarks.lab import Lab, take_down_at_termination
 from hpctrain.launch.process_end import FINISHED, USER_ERROR
 from hpctrain.runs.owner import owners
 from hpctrain.storage import checkpoint
 from hpctrain.storage.atomic_write import write_json
-from tests.support.jobs import StartedJob
+from hpctrain_testing.lab import Lab, take_down_at_termination
+from hpctrain_testing.run import StartedJob
 
 #: a meeting, whether the first job is killed, and the seed of all other choices
 Pair = tuple[str, bool, int]

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpctrain.runs.directory import latest
-from tests.support.jobs import Outcome
+from hpctrain_testing.run import Outcome
 from tests.support.signal_storm import prepare
 
 #: of training and of evaluation, which read files of their own; in a step each of two ranks reads 16

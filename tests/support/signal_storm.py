@@ -35,7 +35,7 @@ from hpctrain.launch.process_end import FINISHED, STOPPED
 from hpctrain.launch.process_start import HELD, STOPS
 from hpctrain.runs.directory import latest, software_versions
 from hpctrain.storage import checkpoint
-from tests.support.jobs import StartedJob, find_mpiexec
+from hpctrain_testing.run import StartedJob, find_mpiexec
 
 QUIET = tuple(number for number in HELD if number not in STOPS)
 

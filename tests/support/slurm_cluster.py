@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.support.jobs import clean_environment
+from hpctrain_testing.run import clean_environment
 
 PROGRAMS = (
     *("slurmctld", "slurmd", "sbatch", "sbcast", "srun", "scontrol", "scancel", "sinfo", "munged"),

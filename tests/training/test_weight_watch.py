@@ -32,13 +32,13 @@ from hpctrain.training.snapshot import Position
 from hpctrain.training.trainer import Cadence, Trainer
 from hpctrain.training.weight_watch import CheckCadence
 from hpctrain_testing.emulator.device import EmulatedDevice
+from hpctrain_testing.faults import FAULTS, Fault, findings, is_named, prepare, run_fault
 from hpctrain_testing.virtual.communicator import ThreadCommunicator
 from hpctrain_testing.virtual.run import run_virtual, virtual_engine
 from tests.support import nets
 from tests.support.averaging import STRATEGIES
 from tests.support.damage import _copies, blamed, drawn, latest, outcome, undamaged
 from tests.support.emulated import EmulatedDeviceFactory
-from tests.support.faults import FAULTS, Fault, findings, is_named, prepare, run_fault
 from tests.support.training import Task, batches, replica_of, train
 from tests.training.test_not_finite import _Loader
 

@@ -50,8 +50,8 @@ from hpctrain.comm.progress import ProgressEngine
 from hpctrain.core.errors import ConfigError, OptionError
 from hpctrain.nn.parameter import Parameter, Segment
 
-#: processor time per float32 element of a part, on one core of a server: 2 ns to add the residual and to select
-#: (benchmarks/compress.py), and 1 ns because the element is updated by every node instead of by one of m
+#: processor time per float32 element of a part, on one core of a server: 2 ns to add the residual and to select (measured:
+#: docs/performance-slow-links.md), and 1 ns because the element is updated by every node instead of by one of m
 SELECTION_SECONDS = 3e-9
 
 

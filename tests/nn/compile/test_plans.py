@@ -30,7 +30,7 @@ from hpctrain.nn.compile.validate import (
     gradient,
     validate,
 )
-from tests.support.jobs import clean_environment
+from hpctrain_testing.run import clean_environment
 from tests.support.sampling import amount
 from tests.support.wrong_plans import FAULTS, GRAPHS, Fault, steps_of
 

@@ -6,8 +6,8 @@ host and at the switch.
 Nothing is made in the machine's own network namespace, and names carry a prefix, so that several laboratories can stand side by
 side.
 
-    python -m benchmarks.lab up 2 1gbit                     # and then: rate 500mbit | bytes | down
-    python -m benchmarks.lab run 2 1gbit -- python -m mpi4py program.py     # up, one rank per host, down
+    python -m hpctrain_testing.lab up 2 1gbit                     # and then: rate 500mbit | bytes | down
+    python -m hpctrain_testing.lab run 2 1gbit -- python -m mpi4py program.py     # up, one rank per host, down
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 
-from tests.support.jobs import clean_environment, find_mpiexec
+from hpctrain_testing.run import clean_environment, find_mpiexec
 
 _TOOLS = ("ip", "tc", "unshare", "taskset", "hostname", "mount")
 _COMMAND_SECONDS = 20

@@ -19,7 +19,7 @@ from hpctrain.backend.choice import DEVICE_VARIABLE
 from hpctrain.cli.main import cli
 from hpctrain.data.writer import write_data_file
 from hpctrain.flight.start_records import RECORDS
-from tests.support.jobs import Outcome, run_job
+from hpctrain_testing.run import Outcome, run_job
 
 #: of all faulty jobs; what hangs is to be ended within this time and some seconds for the start
 DEADLINE_SECONDS = 3.0
