@@ -16,7 +16,7 @@ from hpctrain_testing.emulator import kernels
 from tests.support import emulated, sampling
 from tests.support.emulated import EmulatedDevices
 from tests.support.marking import STARTS, JobMarker
-from tests.support.sampling import LARGE, Sampling, amount
+from tests.support.sampling import LARGE, Sampling
 
 FILE = Path(__file__).parent / "test_these.py"
 
@@ -83,12 +83,6 @@ def test_a_seed_draws_the_same_and_another_seed_others(choose: Choose) -> None:
     assert choose("usual", "1") == choose("usual", "1") != choose("usual", "2")
 
 
-def test_levels(choose: Choose) -> None:
-    assert len(choose("all")) == len(CASES)
-    quick = choose("quick")
-    assert sum(name.startswith("test_product") for name in quick) == sum(name.startswith("test_small") for name in quick) == 1
-
-
 def test_shares_of_the_files_are_all_files(monkeypatch: pytest.MonkeyPatch) -> None:
     config: Any = SimpleNamespace(args=(), getoption=lambda name: "usual")
     seen = list[Path]()
@@ -102,12 +96,6 @@ def test_shares_of_the_files_are_all_files(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize("name", ["test_product", "test_product[2-u]"])
 def test_a_named_test_runs_whole(choose: Choose, name: str) -> None:
     assert sum(chosen.startswith("test_product") for chosen in choose("usual", arguments=(f"{FILE}::{name}",))) == 30
-
-
-@pytest.mark.parametrize(("level", "expected"), [("quick", 2), ("usual", 6), ("all", 50)])
-def test_amounts_follow_the_level(monkeypatch: pytest.MonkeyPatch, level: str, expected: int) -> None:
-    monkeypatch.setenv(sampling.LEVEL, level)
-    assert amount(6, 50) == expected
 
 
 def _item(*marks: str) -> Any:
@@ -126,26 +114,8 @@ def test_a_test_that_starts_a_process_has_the_marker(event: str) -> None:
         sys.audit("open", "a file")
 
 
-@pytest.mark.usefixtures("job")
-def test_who_asks_for_the_fixture_is_marked(request: pytest.FixtureRequest) -> None:
-    assert request.node.get_closest_marker("job") is not None
-
-
-def test_no_other_test_is_marked(request: pytest.FixtureRequest) -> None:
-    assert request.node.get_closest_marker("job") is None
-
-
 def _session(*fixtures: str) -> Any:
     return SimpleNamespace(items=[SimpleNamespace(fixturenames=fixtures), SimpleNamespace()])
-
-
-def test_kernels_are_built_where_a_test_asks_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    built = []
-    monkeypatch.setattr(emulated, "prepare", lambda: built.append(True))
-    EmulatedDevices().pytest_collection_finish(_session("tmp_path"))
-    assert not built
-    EmulatedDevices().pytest_collection_finish(_session("tmp_path", "emulated_device"))
-    assert built
 
 
 @pytest.mark.parametrize("missing", [True, False])

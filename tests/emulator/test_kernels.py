@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-from hpctrain.backend.cuda import sources
 from hpctrain.backend.cuda.device import Argument, DeviceArray, Extent
 from hpctrain.backend.specs import item_bytes
-from hpctrain.core.errors import BackendError
-from hpctrain_testing.emulator import kernels
 from hpctrain_testing.emulator.device import EmulatedDevice
 from hpctrain_testing.emulator.kernels import CpuKernel, pack_arguments
 from hpctrain_testing.emulator.memory import EmulatedDeviceError, Heap, on_host
@@ -142,12 +135,6 @@ def test_loads_of_packs_are_aligned(bench: Callable[[int], Bench], kernel: str, 
             run.run(kernel, x[first:], y, block=(1,))
 
 
-def test_a_division_by_zero_is_an_error(bench: Callable[[int], Bench]) -> None:
-    run = bench(0)
-    with pytest.raises(EmulatedDeviceError, match="divides by zero"):
-        run.run("quotient", run.array(2, "int32"), run.array(1, "int32"), block=(1,))
-
-
 @pytest.mark.parametrize(
     ("kernel", "arguments", "message"),
     [
@@ -191,67 +178,6 @@ def test_unwritten_shared_memory_is_no_number(bench: Callable[[int], Bench]) -> 
         on_host(y)[:] = 0
 
 
-def test_a_declaration_is_one_array_however_often_it_is_passed(bench: Callable[[int], Bench]) -> None:
-    run = bench(0)
-    y = run.array(32)
-    run.run("shared_by_one_declaration", y, block=(32,))
-    np.testing.assert_array_equal(on_host(y), np.arange(32))
-
-
-def test_exchanges_between_lanes(bench: Callable[[int], Bench]) -> None:
-    i = np.arange(96)
-    lane, warp = i % 32, i // 32 * 32
-    ballot = sum(1 << k for k in range(0, 32, 3)) - (1 << 32)
-    half = np.where(lane < 16, i ^ 1, i ^ 2)
-    down, up = np.where(lane < 29, i + 3, i), np.where(lane >= 3, i - 3, i)
-    wanted = [i ^ 5, down, up, warp + 7, warp + lane * 5 % 32, np.full(96, ballot), np.full(96, 5), half]
-    if ballot < -(1 << 31):
-        wanted[5] = np.full(96, ballot + (1 << 32))
-    for seed in range(5):
-        run = bench(seed)
-        y = run.array(8 * 96, "int32")
-        run.run("exchanges", y, block=(96,))
-        np.testing.assert_array_equal(on_host(y).reshape(8, 96), wanted)
-
-
-@pytest.mark.parametrize("kernel", ["places", "places_of_fibres"])
-@pytest.mark.parametrize(("grid", "block"), [((1,), (1,)), ((3, 2, 4), (2, 3, 5)), ((7,), (1024,)), ((2, 5), (33,))])
-def test_every_thread_runs_once(bench: Callable[[int], Bench], kernel: str, grid: Extent, block: Extent) -> None:
-    blocks, threads = int(np.prod(grid)), int(np.prod(block))
-    wanted = (1000 * np.arange(blocks)[:, None] + np.arange(threads) + 1).reshape(-1)
-    for seed in range(5):
-        run = bench(seed)
-        y = run.array(wanted.size, "int32")
-        run.run(kernel, y, grid=grid, block=block)
-        np.testing.assert_array_equal(on_host(y), wanted)
-
-
-def test_types_of_parameters(bench: Callable[[int], Bench]) -> None:
-    assert bench(0).kernel("takes_all_types").parameters == [
-        *("pointer float32", "pointer float64", "pointer bfloat16", "pointer uint8", "pointer int64", "pointer void"),
-        *("bool", "int32", "uint32", "int64", "float32", "float64", "bytes 16", "pointer void", "pointer bool"),
-    ]
-
-
-def test_a_kernel_that_is_not_there(bench: Callable[[int], Bench]) -> None:
-    with pytest.raises(KeyError, match="no kernel nothing"):
-        bench(0).kernel("nothing")
-
-
-def test_handlers_of_signals_are_as_before(bench: Callable[[int], Bench]) -> None:
-    """So that a fault elsewhere ends the process with its traceback."""
-    before = _handlers()
-    run = bench(0)
-    with pytest.raises(EmulatedDeviceError):
-        run.run("filled", None, np.int64(0), np.int64(1))
-    assert _handlers() == before
-
-
-def _handlers() -> str:
-    with open(f"/proc/{os.getpid()}/status") as file:
-        return next(line for line in file if line.startswith("SigCgt"))
-
-
 PARAMETERS = ("pointer float32", "pointer void", "int32", "float64", "bytes 16")
 
 PLACE = Heap().allocate(16)
@@ -263,14 +189,6 @@ def _arguments(**changed: Argument) -> list[Argument]:
     """Arguments that fit, but those of these places."""
     fitting = [PLACE.view("float32"), PLACE, np.int32(-1), np.float64(1), STRUCTURE]
     return [changed.get(f"at{i}", argument) for i, argument in enumerate(fitting)]
-
-
-def test_arguments_are_packed_as_the_kernel_takes_them() -> None:
-    place = PLACE.pointer.to_bytes(8, "little")
-    assert pack_arguments("k", PARAMETERS, _arguments()) == [place, place, b"\xff" * 4, np.float64(1).tobytes(), bytes(16)]
-    assert pack_arguments("k", PARAMETERS, _arguments(at0=None, at1=None))[:2] == [bytes(8)] * 2
-    assert pack_arguments("k", ["pointer uint8"], [PLACE.view("bool")]) == [place]
-    assert pack_arguments("k", ["pointer float32"], [np.uint64(PLACE.pointer)]) == [place]
 
 
 @pytest.mark.parametrize(
@@ -317,77 +235,3 @@ def test_impossible_launches_are_refused(emulated_device: EmulatedDeviceFactory,
     x = device.allocate(4).view("float32")
     with pytest.raises(ValueError, match="cannot be launched"):
         kernel(device.stream("compute"), grid, block, x, x, np.int64(1))
-
-
-@pytest.mark.parametrize("seed", [0, 1, 2, 3])
-def test_a_kernel_computes(emulated_device: EmulatedDeviceFactory, seed: int) -> None:
-    device = emulated_device(seed)
-    stream, x = device.stream("compute"), device.allocate(400).view("float32")
-    on_host(x)[:] = np.arange(100) - 50
-    device.kernel("elementwise", "relu_forward_f32_w1")(stream, (3,), (32,), x, x, np.int64(100))
-    stream.synchronize()
-    np.testing.assert_array_equal(on_host(x), np.maximum(np.arange(100) - 50, 0))
-
-
-TRIVIAL = 'extern "C" __attribute__((visibility("default"))) int answer() { return 42; }'
-
-
-@pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache."""
-    if kernels.compiler() is None:
-        pytest.skip("there is no g++")
-    monkeypatch.setattr(kernels, "_folder", lambda: tmp_path)
-    return tmp_path
-
-
-@pytest.mark.usefixtures("cache")
-@pytest.mark.job
-def test_a_source_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert kernels.build(TRIVIAL).answer() == 42
-    monkeypatch.setattr(kernels, "_compile", lambda *_: pytest.fail("compiled again"))
-    assert kernels.build(TRIVIAL).answer() == 42
-    kernels.prepare([TRIVIAL])
-
-
-@pytest.mark.usefixtures("cache")
-@pytest.mark.job
-def test_preparing_at_the_same_time_compiles_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    compiled = []
-    compile_one = kernels._compile
-
-    def counted(text: str, target: Path) -> None:
-        compiled.append(target)
-        compile_one(text, target)
-
-    monkeypatch.setattr(kernels, "_compile", counted)
-    with ThreadPoolExecutor() as pool:
-        list(pool.map(kernels.prepare, [[TRIVIAL]] * 4))
-    assert len(compiled) == 1
-
-
-@pytest.mark.job
-def test_an_error_of_the_compiler_is_reported_and_nothing_is_left(cache: Path) -> None:
-    with pytest.raises(BackendError, match=r"g\+\+ cannot compile a CUDA source: .*nonsense"):
-        kernels.build("nonsense;")
-    with pytest.raises(BackendError, match="nonsense"):
-        kernels.prepare(["nonsense;"])
-    assert [path.name for path in cache.iterdir()] == ["lock"]
-
-
-def test_no_compiler_is_reported(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shutil, "which", lambda _: None)
-    with pytest.raises(BackendError, match=r"install the package g\+\+"):
-        kernels.build(TRIVIAL)
-
-
-def test_the_cache_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels.tempfile, "gettempdir", lambda: str(tmp_path))
-    monkeypatch.setattr(kernels.os, "getuid", lambda: 12345)
-    with pytest.raises(BackendError, match="belongs to another user"):
-        kernels._folder.__wrapped__()
-
-
-def test_the_sources_of_the_package_are_there_before_the_first_test(emulated_device: EmulatedDeviceFactory) -> None:
-    emulated_device(0)
-    assert all(kernels._target(sources.text(name)).exists() for name in sources.names())

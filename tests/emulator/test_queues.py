@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import threading
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -220,54 +219,9 @@ def test_work_is_late_and_in_odd_orders() -> None:
     assert len(orders) == 6  # all there are
 
 
-def test_a_deadlock_names_both_waits() -> None:
-    for run in (lambda scheduler: scheduler.run_all(), lambda scheduler: scheduler.run_until(scheduler.queues[0].mark)):
-        for seed in range(4):
-            scheduler = _scheduler(2, seed)
-            first, second = scheduler.queues
-            scheduler.append(first, Work("a wait for event 1", after=Mark(second, 1)))
-            scheduler.append(second, Work("a wait for event 2", after=Mark(first, 1)))
-            with pytest.raises(EmulatedDeviceError, match=r"queue 0 in a wait for event 1, queue 1 in a wait for event 2"):
-                run(scheduler)
-
-
-def test_failed_work_is_over_and_streams_and_events_are_of_one_device() -> None:
-    scheduler = _scheduler(1, 0)
-    scheduler.append(scheduler.queues[0], Work("broken", lambda: 1 // 0))
-    with pytest.raises(ZeroDivisionError):
-        scheduler.run_all()
-    assert scheduler.failed
-    scheduler.run_all()
-    device, other = EmulatedDevice(), EmulatedDevice()
-    stream, event = device.stream("compute"), other.event()
-    for use in (stream.record, stream.wait, lambda _: device.copy(other.stream("compute"), *(device.allocate(4),) * 2)):
-        with pytest.raises(EmulatedDeviceError, match="belong to another device"):
-            use(event)
-
-
 CAPTURED_CONVOLUTION = ConvolutionKey(
     "forward", (1, 4, 4, 4), (4, 1, 1, 4), (1, 4, 4, 4), (1, 1), (0, 0, 0, 0), (1, 1), 1, "float32", "float32"
 )
-
-
-def test_captured_work_is_done_by_each_launch_with_its_arguments(emulated_device: EmulatedDeviceFactory) -> None:
-    device = emulated_device(1)
-    stream, x, y = device.stream("compute"), device.allocate(32), device.allocate(32)
-    pinned, result = device.pinned(32), device.pinned(32)
-    kernel = device.kernel("elementwise", "relu_forward_f32_w1")
-    count = np.array([8], np.int64)
-    with device.capture(stream) as graph:
-        device.upload(stream, x, pinned)
-        kernel(stream, (1,), (32,), x.view("float32"), y.view("float32"), count[0])
-        device.download(stream, result, y)
-    count[0] = 0
-    stream.synchronize()
-    assert (on_host(y) == 0).all()
-    for values in (np.arange(8) - 4, np.arange(8) - 2):
-        pinned.view(np.float32)[:] = values  # read by each launch
-        graph.launch(stream)
-        stream.synchronize()
-        np.testing.assert_array_equal(result.view(np.float32), np.maximum(values, 0))
 
 
 def test_a_graph_keeps_no_memory_in_use(emulated_device: EmulatedDeviceFactory) -> None:
@@ -309,13 +263,6 @@ def test_waiting_allocating_and_loading_are_refused(
     deed(device, stream)  # is no mistake outside
 
 
-def test_copies_to_memory_that_is_not_pinned_are_refused() -> None:
-    device = EmulatedDevice()
-    stream, x = device.stream("compute"), device.allocate(8)
-    with device.capture(stream), pytest.raises(ValueError, match="needs pinned memory"):
-        device.download(stream, np.zeros(8, np.uint8), x)
-
-
 def test_events_do_not_cross_the_border_of_a_capture() -> None:
     device = EmulatedDevice()
     stream, other = device.stream("compute"), device.stream("copy")
@@ -333,42 +280,6 @@ def test_events_do_not_cross_the_border_of_a_capture() -> None:
             use()
     stream.record(within)  # outside it is an event as others are
     within.synchronize()
-
-
-def test_other_threads_and_streams_go_on() -> None:
-    device = EmulatedDevice()
-    stream, other, x, y = device.stream("compute"), device.stream("copy"), device.allocate(8), device.allocate(8)
-    on_host(x)[:] = 7
-    errors = []
-
-    def load() -> None:
-        try:
-            device.copy(other, y, x)
-            other.synchronize()
-            device.allocate(8)
-        except BaseException as error:
-            errors.append(error)
-
-    with device.capture(stream):
-        thread = threading.Thread(target=load)
-        thread.start()
-        thread.join()
-    assert not errors
-    assert (on_host(y) == 7).all()
-
-
-def test_a_graph_is_there_when_its_capture_has_ended() -> None:
-    device = EmulatedDevice()
-    stream, other = device.stream("compute"), device.stream("other")
-    with device.capture(stream) as graph, pytest.raises(EmulatedDeviceError, match="before its capture ended"):
-        graph.launch(other)
-    with device.capture(stream), pytest.raises(EmulatedDeviceError, match="launch a graph"):
-        graph.launch(stream)
-    with pytest.raises(ZeroDivisionError), device.capture(stream) as broken:
-        1 // 0
-    with pytest.raises(EmulatedDeviceError, match="before its capture ended"):
-        broken.launch(stream)
-    stream.synchronize()
 
 
 class _Rank:
@@ -397,39 +308,6 @@ class _Rank:
 def _on_ranks(ranks: int, program: Callable[[_Rank], None], make: EmulatedDeviceFactory, seeds: int = 4) -> None:
     for seed in range(seeds):
         run_virtual(ranks, lambda comm: program(_Rank(comm, make(10 * seed + comm.rank))), seed=seed)  # noqa: B023
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_collectives(ranks: int, emulated_device: EmulatedDeviceFactory) -> None:
-    def program(rank: _Rank) -> None:
-        total, one = rank.array([rank.rank, 10.0]), rank.array([1.0, rank.rank])
-        found, bits = rank.array([-1.0, -1.0]), rank.array([rank.rank, 7], "bfloat16")
-        rank.links.sum_to_all(total)
-        rank.links.sum_to_one(one, found, ranks - 1)
-        rank.links.broadcast(bits, ranks - 1)
-        assert rank.values(bits) == [ranks - 1, 7]
-        assert rank.values(total) == [sum(range(ranks)), 10.0 * ranks]
-        assert rank.values(found) == ([ranks, sum(range(ranks))] if rank.rank == ranks - 1 else [-1.0, -1.0])
-
-    _on_ranks(ranks, program, emulated_device)
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_messages_together(ranks: int, emulated_device: EmulatedDeviceFactory) -> None:
-    """Each to the next and two from the one before, which need each other."""
-
-    def program(rank: _Rank) -> None:
-        after, before = (rank.rank + 1) % ranks, (rank.rank - 1) % ranks
-        sent = [rank.array([rank.rank + 0.5 * n]) for n in range(2)]
-        received = [rank.array([-1.0]) for _ in range(2)]
-        with rank.links.together():
-            for array in received:
-                rank.links.receive(array, before)
-            for array in sent:
-                rank.links.send(array, after)
-        assert [rank.values(array) for array in received] == [[before], [before + 0.5]]
-
-    _on_ranks(ranks, program, emulated_device)
 
 
 @pytest.mark.parametrize(

@@ -42,13 +42,6 @@ def test_what_is_refused_is_listed_with_its_sentence_and_never_drawn(seed: int) 
     assert len(met | set(drawn.refused)) == sum(len(VALUES[a]) * len(VALUES[b]) for a, b in combinations(VALUES, 2))
 
 
-def test_the_same_seed_draws_the_same() -> None:
-    first, again, other = (draw(VALUES, _refusal, seed=seed, count=30) for seed in (3, 3, 4))
-    assert first == again
-    assert first != other
-    assert all(tuple(row) == tuple(VALUES) for row in first.rows)
-
-
 def test_rows_are_chosen_by_pairs_for_their_cost_and_shared_out_evenly() -> None:
     rows = draw(VALUES, _nothing, seed=1, count=60).rows
 

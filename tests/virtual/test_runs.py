@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import re
 import time
 from collections.abc import Callable
@@ -13,9 +12,7 @@ import pytest
 from hpctrain.comm.base import Handle
 from hpctrain.comm.link import LinkModel
 from hpctrain.core.errors import CommunicationTimeoutError, DeadlockError
-from hpctrain_testing.virtual import operations, run
 from hpctrain_testing.virtual.communicator import ThreadCommunicator
-from hpctrain_testing.virtual.operations import SourceLine, source_line
 from hpctrain_testing.virtual.run import run_virtual, virtual_engine, wait
 from tests.support.recorded import line
 
@@ -85,16 +82,6 @@ def test_a_link_serves_one_transfer_after_the_other() -> None:
         np.testing.assert_allclose(ends, [one, 2 * one, 3 * one, 4 * one])
 
 
-def test_a_transfer_starts_when_the_last_rank_posts() -> None:
-    def program(comm: ThreadCommunicator) -> float:
-        comm.compute(0.1 * comm.rank)
-        wait(comm.iallreduce(np.zeros(1000)))
-        return comm.now()
-
-    expected = 0.4 + LINK.allreduce_seconds(8000, 5)
-    np.testing.assert_allclose(run_virtual(5, program, link=LINK), [expected] * 5)
-
-
 def test_links_of_other_ranks_are_free_and_messages_are_full_duplex() -> None:
     """Everyone to the right: all at once. All to rank 0, or from it: one after the other."""
     one = LINK.point_to_point_seconds(8000)
@@ -137,17 +124,6 @@ def test_a_link_serves_in_the_order_of_virtual_time() -> None:
     np.testing.assert_allclose(run_virtual(5, program, link=LINK), one * np.array([4.5, 4.5, 3.5, 2.5, 1.5]))
 
 
-def test_a_straggler_slows_the_operations_that_it_takes_part_in() -> None:
-    def program(comm: ThreadCommunicator) -> float:
-        part = comm.split(comm.rank // 2, comm.rank, "pair")
-        assert part is not None
-        wait(part.iallreduce(np.zeros(1000)))
-        return comm.now()
-
-    one = LINK.allreduce_seconds(8000, 2)
-    np.testing.assert_allclose(run_virtual(4, program, link=LINK, stragglers={3: 2.5}), [one, one, 2.5 * one, 2.5 * one])
-
-
 @pytest.mark.parametrize("seed", [None, 0, 1])
 def test_modelled_time_does_not_depend_on_when_buffers_are_touched(seed: int | None) -> None:
     def program(comm: ThreadCommunicator) -> float:
@@ -160,15 +136,6 @@ def test_modelled_time_does_not_depend_on_when_buffers_are_touched(seed: int | N
         return comm.now()
 
     assert run_virtual(7, program, link=LINK, seed=seed) == run_virtual(7, program, link=LINK)
-
-
-def test_without_a_link_time_stands_still_but_for_compute() -> None:
-    def program(comm: ThreadCommunicator) -> float:
-        comm.compute(2.0 * comm.rank)
-        wait(comm.iallreduce(np.zeros(10)))
-        return comm.now()
-
-    assert run_virtual(3, program, seed=4) == [0.0, 2.0, 4.0]
 
 
 SEEDS = (None, 0, 1, 2, 3)
@@ -239,31 +206,3 @@ def test_a_run_that_is_not_over_in_time_says_where_each_rank_is() -> None:
         run_virtual(2, program, deadline_seconds=0.1)
     assert not isinstance(caught.value, DeadlockError)
     assert re.search(rf"  rank 0 is at \S*{lines[0]}", str(caught.value))
-
-
-def test_stragglers_need_a_link() -> None:
-    with pytest.raises(ValueError, match="Stragglers need a link"):
-        run_virtual(3, lambda comm: None, stragglers={1: 3.0})
-
-
-def test_a_line_is_the_one_of_the_caller_outside_of_the_communication() -> None:
-    assert str(source_line()).endswith(line())
-    stood_at: list[str] = []
-
-    class Handle:
-        def test(self) -> bool:
-            frame = inspect.currentframe()
-            assert frame is not None
-            assert frame.f_back is not None
-            assert frame.f_back.f_code.co_filename == run.__file__
-            stood_at.append(str(source_line(frame.f_back)))
-            return True
-
-    run.wait(Handle())  # type: ignore[arg-type]
-    assert stood_at[0].endswith(line(-1))
-
-
-def test_a_line_is_short_where_the_file_lies_below_the_working_directory() -> None:
-    here = SourceLine(operations.__file__, 7)
-    assert str(here).endswith("virtual/operations.py:7")
-    assert str(SourceLine("/elsewhere/program.py", 3)) == "/elsewhere/program.py:3"

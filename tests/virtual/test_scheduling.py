@@ -3,21 +3,15 @@
 import random
 import re
 from collections.abc import Callable
-from functools import partial
-from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from hpctrain.comm.base import Communicator, Handle
+from hpctrain.comm.base import Handle
 from hpctrain.comm.link import LinkModel
-from hpctrain.comm.progress import ProgressEngine, Ticket
 from hpctrain.core.errors import CollectiveMismatchError, DeadlockError
 from hpctrain_testing.virtual.communicator import ThreadCommunicator
-from hpctrain_testing.virtual.run import run_virtual, virtual_engine, wait
-from hpctrain_testing.virtual.scheduler import find_cycle
+from hpctrain_testing.virtual.run import run_virtual, wait
 from tests.support.recorded import line
 
 SEEDS = (None, 0, 1, 2, 3)
@@ -58,21 +52,6 @@ def test_a_missing_collective_is_a_deadlock_that_names_who_lacks(seed: int | Non
         run_virtual(7, program, seed=seed)
 
 
-def test_who_holds_up_a_broadcast_depends_on_whether_it_waits_for_all() -> None:
-    """Where a root may run ahead only the root can hold up another rank."""
-
-    def program(comm: ThreadCommunicator) -> None:
-        if comm.rank == 1:
-            wait(comm.ibroadcast(np.zeros(1), 0))
-
-    outcomes = set()
-    for seed in range(20):
-        with pytest.raises(DeadlockError) as caught:
-            run_virtual(3, program, seed=seed)
-        outcomes.update(re.findall("not posted by (.*)", str(caught.value)))
-    assert outcomes == {"rank 0", "ranks 0, 2"}
-
-
 @seeded
 def test_collectives_that_wait_for_each_other_on_two_communicators(seed: int | None) -> None:
     """Each rank blocks in its own order: it waits for an operation that the other does not post."""
@@ -91,18 +70,6 @@ def test_collectives_that_wait_for_each_other_on_two_communicators(seed: int | N
     assert "iallreduce 0 on split" in str(caught.value)
 
 
-@seeded
-def test_blocking_object_calls_deadlock_too(seed: int | None) -> None:
-    def program(comm: ThreadCommunicator) -> None:
-        if comm.rank:
-            comm.allgather_object(comm.rank)
-        else:
-            wait(comm.irecv(np.zeros(1), 1, 0))
-
-    with pytest.raises(DeadlockError, match=r"rank 2 waits at .* for allgather_object 0 on world .*; not posted by rank 0"):
-        run_virtual(3, program, seed=seed)
-
-
 def test_two_sends_that_rely_on_buffering_deadlock_without_it() -> None:
     def program(comm: ThreadCommunicator) -> None:
         wait(comm.isend(np.zeros(1), 1 - comm.rank, 0))
@@ -118,18 +85,6 @@ def test_two_sends_that_rely_on_buffering_deadlock_without_it() -> None:
         except DeadlockError:
             outcomes.add("deadlock")
     assert outcomes == {"over", "deadlock"}
-
-
-@seeded
-def test_an_engine_that_polls_many_operations_is_recognised_as_blocked(seed: int | None) -> None:
-    def program(comm: ThreadCommunicator) -> None:
-        engine = virtual_engine(comm)
-        queue = engine.queue(comm)
-        tickets = [queue.post(lambda: comm.iallreduce(np.zeros(4)), f"layer {i}") for i in range(10 + (comm.rank == 1))]
-        engine.wait(tickets)
-
-    with pytest.raises(DeadlockError, match=r"rank 1 waits at .* for iallreduce 10 on world .*; not posted by ranks 0, 2-4"):
-        run_virtual(5, program, seed=seed)
 
 
 @seeded
@@ -199,34 +154,6 @@ def test_arguments_that_must_agree(kind: str, seed: int | None) -> None:
 
     with pytest.raises(CollectiveMismatchError, match=r"rank 0.*rank 1|rank 1.*rank 0"):
         run_virtual(2, program, seed=seed)
-
-
-def test_another_thread_must_not_use_a_ranks_communicator() -> None:
-    import threading
-
-    def program(comm: ThreadCommunicator) -> list[str]:
-        refused: list[str] = []
-
-        def other() -> None:
-            try:
-                comm.ibarrier()
-            except AssertionError as error:
-                refused.append(str(error))
-
-        thread = threading.Thread(target=other)
-        thread.start()
-        thread.join()
-        return refused
-
-    assert run_virtual(1, program) == [["virtual rank 0 communicates from a thread that is not its own"]]
-
-
-def test_a_deadlock_of_64_ranks_is_found() -> None:
-    def program(comm: ThreadCommunicator) -> None:
-        wait(comm.irecv(np.zeros(1), (comm.rank + 1) % 64, 0))
-
-    with pytest.raises(DeadlockError, match="rank 63 -> rank 0"):
-        run_virtual(64, program, seed=1)
 
 
 LINK = LinkModel(alpha_seconds=1e-5, beta_seconds_per_byte=1e-9)
@@ -363,21 +290,6 @@ def test_the_same_seed_is_the_same_run() -> None:
     assert len({tuple(run) for run in runs}) > 6
 
 
-def completion_order(seed: int) -> tuple[int, ...]:
-    def program(comm: ThreadCommunicator) -> tuple[int, ...]:
-        handles = {step: comm.iallreduce(np.ones(1)) for step in range(4)}
-        order: list[int] = []
-        while len(order) < 4:
-            order += [step for step, handle in handles.items() if step not in order and handle.test()]
-        return tuple(order)
-
-    return run_virtual(2, program, seed=seed)[0]
-
-
-def test_operations_complete_in_any_order() -> None:
-    assert len({completion_order(seed) for seed in range(60)}) > 6
-
-
 def test_a_broadcasts_root_may_or_may_not_wait_for_the_others() -> None:
     def program(comm: ThreadCommunicator) -> int:
         if comm.rank == 0:
@@ -500,69 +412,3 @@ def test_sent_buffers_may_be_read_in_flight() -> None:
 
     for seed in range(40):
         run_virtual(3, program, seed=seed)
-
-
-# --- With the progress engine -------------------------------------------------------------------------------------------------
-def one_step(
-    world: Communicator, engine: ProgressEngine, split: Communicator, data: Communicator, window: int | None, step: int
-) -> None:
-    """Reduce-scatter of each layer on the data, the allgather after it, and the split's sum waited for in between."""
-    split_queue, data_queue = engine.queue(split), engine.queue(data, window)
-    buffers = [np.arange(6.0) + world.rank + layer + step for layer in range(3)]
-    mine = [np.zeros(2) for _ in range(3)]
-    tickets: list[Ticket] = []
-    for layer in range(3):
-        activations = np.array([1.0 + world.rank])
-        scatter = partial(data.ireduce_scatter, buffers[layer], mine[layer], [2, 2, 2])
-        gather = partial(data.iallgather, mine[layer], buffers[layer], [2, 2, 2])
-        tickets.append(data_queue.post(gather, f"{layer}", after=[data_queue.post(scatter, f"{layer}")]))
-        engine.wait(split_queue.post(partial(split.iallreduce, activations), "activations"))
-        assert activations[0] == 2 * (world.rank // 2 * 2) + 3
-    for layer, ticket in reversed(list(enumerate(tickets))):
-        engine.wait(ticket)
-        expected = 3 * (np.arange(6.0) + layer + step) + sum(range(world.rank % 2, 6, 2))
-        np.testing.assert_array_equal(buffers[layer], expected)
-
-
-@pytest.mark.sample(1)
-@pytest.mark.slow
-@pytest.mark.parametrize("window", [1, 2, None])
-def test_the_progress_engine_drives_both_groups(window: int | None) -> None:
-    """A 3 x 2 grid; each data group's allgather comes after its reduce-scatter; split groups wait in between."""
-
-    def program(comm: ThreadCommunicator) -> None:
-        engine = virtual_engine(comm)
-        split, data = comm.split(comm.rank // 2, comm.rank, "split"), comm.split(comm.rank % 2, comm.rank, "data")
-        assert split is not None
-        assert data is not None
-        for step in range(2):
-            one_step(comm, engine, split, data, window, step)
-        engine.drain()
-
-    for seed in (None, *range(25)):
-        run_virtual(6, program, seed=seed)
-    run_virtual(6, program, link=LINK)
-
-
-graphs = st.integers(1, 7).flatmap(
-    lambda size: st.fixed_dictionaries({node: st.lists(st.integers(0, size - 1), max_size=size) for node in range(size)})
-)
-
-
-def has_cycle(edges: dict[int, list[int]]) -> bool:
-    """Take away nodes that wait for none of the rest; return whether some remain."""
-    left = dict(edges)
-    while free := [node for node, others in left.items() if not any(other in left for other in others)]:
-        for node in free:
-            del left[node]
-    return bool(left)
-
-
-@given(graphs)
-def test_find_cycle(edges: dict[int, list[int]]) -> None:
-    cycle = find_cycle(edges)
-    assert bool(cycle) == has_cycle(edges)
-    if cycle:
-        assert cycle[0] == cycle[-1]
-        assert len(set(cycle)) == len(cycle) - 1
-        assert all(second in edges[first] for first, second in pairwise(cycle))
