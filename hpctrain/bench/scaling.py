@@ -27,7 +27,7 @@ from hpctrain.core.errors import ConfigError, HpctrainError, LaunchError
 from hpctrain.core.files import read_text
 from hpctrain.core.text import counted
 from hpctrain.launch.threads import usable_cores
-from hpctrain.planner.configured_search import new_figure, save_figure
+from hpctrain.planner.search.configured_search import new_figure, save_figure
 from hpctrain.run.trace_report import COMPUTE_ONLY_FILE
 from hpctrain.runs.directory import TABLE_FILE, RunDirectory
 from hpctrain.storage.atomic_write import write_json

@@ -71,7 +71,7 @@ def calibrate(out: Path, seconds: float, threads: int | None) -> None:
         from hpctrain.backend.choice import NodePlace, make_backend
         from hpctrain.cli.simulation_tables import print_machine
         from hpctrain.job.session import start_world
-        from hpctrain.planner.measurement import run_calibration
+        from hpctrain.planner.measure.measurement import run_calibration
 
         world = start_world(launcher, _DEADLINE_SECONDS)
         kernels = make_backend("auto", place=NodePlace(world.size)).kernels

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
     from hpctrain.comm.link import LinkModel
     from hpctrain.config.schema import Config
-    from hpctrain.planner.configured_search import PlannedSearch, SimulatedPoint, SimulatedStudy
     from hpctrain.planner.planned_run import PlannedRun
+    from hpctrain.planner.search.configured_search import PlannedSearch, SimulatedPoint, SimulatedStudy
 
 
 ELLIPSIS = "..."
@@ -208,7 +208,8 @@ def search(
 
     config, source = load_config(file, overrides)
     check_names(config, source)
-    from hpctrain.planner import configured_search, machine_file
+    from hpctrain.planner.costs import machine_file
+    from hpctrain.planner.search import configured_search
 
     factors = {"bandwidth": bandwidth, "latency": latency, "compute": compute}
     task = configured_search.SearchTask(config, ranks, machine_file.read(machine), factors, keep, image, classes)
@@ -227,7 +228,7 @@ def search(
 
 def _measure(outcome: PlannedSearch, best: int, seconds: float) -> None:
     """Measure the operators of the best choices for each number of ranks per node, in equal shares of the time budget."""
-    from hpctrain.planner.measurement import measure
+    from hpctrain.planner.measure.measurement import measure
 
     searches = [(f" for {one}", one.outcome) for one in outcome.layouts if one.outcome is not None] or [("", outcome)]
     for layout, planned in searches:
@@ -239,7 +240,7 @@ def _measure(outcome: PlannedSearch, best: int, seconds: float) -> None:
 
 def _written(outcome: PlannedSearch, file: Path, overrides: tuple[str, ...], write: Path | None) -> str:
     """Return the command line that trains with the best choice; write its configuration first if there is a file to write."""
-    from hpctrain.planner import configured_search
+    from hpctrain.planner.search import configured_search
     from hpctrain.storage.atomic_write import write_text
 
     task, choice = outcome.task, outcome.result.best
@@ -325,9 +326,10 @@ def simulate(
     efficiency and memory. Neither the machine nor the data is needed.
     """
     configs = _configs(file, overrides, averagers)
-    from hpctrain.planner import configured_search, machine_file
-    from hpctrain.planner.search_space import progress_of
-    from hpctrain.planner.tasks import SimulationOptions
+    from hpctrain.planner.costs import machine_file
+    from hpctrain.planner.search import configured_search
+    from hpctrain.planner.search.search_space import progress_of
+    from hpctrain.planner.simulation.tasks import SimulationOptions
 
     slow_factors = slow_ranks(slow, ranks[-1])
     config = next(iter(configs.values()))
@@ -364,7 +366,7 @@ def _configs(file: Path, overrides: tuple[str, ...], averagers: tuple[str, ...])
 
 def _print(study: SimulatedStudy, points: Sequence[SimulatedPoint], *, as_json: bool) -> None:
     from hpctrain.cli import simulation_tables
-    from hpctrain.planner import configured_search
+    from hpctrain.planner.search import configured_search
 
     if as_json:
         echo_block(json.dumps(configured_search.facts(study, points), indent=1))
@@ -472,7 +474,8 @@ def show(
         return
     advice = "Give --machine to learn whether fewer or more ranks would be faster."
     if machine or task.config.machine:
-        from hpctrain.planner import configured_search, machine_file
+        from hpctrain.planner.costs import machine_file
+        from hpctrain.planner.search import configured_search
 
         model = machine_file.read(str(machine or task.config.machine))
         advice = configured_search.ranks_advice(task, model, image, classes)
@@ -538,7 +541,7 @@ def _task(
     config, source = load_config(file, overrides)
     check_names(config, source)
     if config.automatic:
-        from hpctrain.planner.configured_search import resolved
+        from hpctrain.planner.search.configured_search import resolved
 
         config = resolved(config, ranks, machine, image, classes)
     return prepare(config, ranks, image, classes)

@@ -20,8 +20,8 @@ from hpctrain.core.text import counted
 from hpctrain.parallel.layout import LayoutKind
 from hpctrain.parallel.parallel_plan import ParallelPlan
 from hpctrain.parallel.plan_report import LayerReport, PlanReport, RedistributionReport, Traffic, Words
-from hpctrain.planner.group_schedules import GroupSchedule
 from hpctrain.planner.planned_run import PlannedPinnedMemory, PlannedRun, averaging_bytes, micro_counts
+from hpctrain.planner.program.group_schedules import GroupSchedule
 
 _COLUMNS = 100  # width without a terminal; the table of layers may be wider
 _WIDEST = 1000

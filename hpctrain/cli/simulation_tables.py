@@ -21,8 +21,10 @@ from hpctrain.backend.specs import BatchNormSpec
 from hpctrain.core.console import PlainConsole, output_console, plain_table
 from hpctrain.core.text import counted, size_text
 from hpctrain.parallel.parallel_plan import ParallelPlan
-from hpctrain.planner import machine_file
-from hpctrain.planner.configured_search import (
+from hpctrain.planner.costs import machine_file
+from hpctrain.planner.costs.machine import Link, Machine, OperatorClass, OperatorRate
+from hpctrain.planner.job import Candidate
+from hpctrain.planner.search.configured_search import (
     NodeLayout,
     PlannedSearch,
     SimulatedPoint,
@@ -33,9 +35,7 @@ from hpctrain.planner.configured_search import (
     on_any_grid,
     overrides,
 )
-from hpctrain.planner.job import Candidate
-from hpctrain.planner.machine import Link, Machine, OperatorClass, OperatorRate
-from hpctrain.planner.search import SearchChoice
+from hpctrain.planner.search.search import SearchChoice
 
 _COLUMNS = 100  # width without a terminal
 _MACHINE_COLUMNS = 80  # width without a terminal, as under mpiexec

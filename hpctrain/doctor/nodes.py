@@ -36,7 +36,7 @@ from hpctrain.doctor.check import (
 )
 from hpctrain.job.same_start import check_same_start
 from hpctrain.launch.threads import NodeLoad, node_load
-from hpctrain.planner.measurement import facts_here
+from hpctrain.planner.measure.measurement import facts_here
 from hpctrain.planner.planned_run import description, prepare
 from hpctrain.runs.directory import software_versions
 

@@ -17,9 +17,9 @@ from hpctrain.core.errors import CheckpointError, ConfigError, errors_as
 from hpctrain.parallel.parallel_plan import ParallelPlan
 
 if TYPE_CHECKING:  # a start without automatic sections must not import the planner
-    from hpctrain.planner.machine import Machine
+    from hpctrain.planner.costs.machine import Machine
     from hpctrain.planner.planned_run import PlannedRun
-    from hpctrain.planner.tasks import Prediction
+    from hpctrain.planner.simulation.tasks import Prediction
 
 #: key of the choice in a checkpoint's metadata
 CHOICE_META = "choice"

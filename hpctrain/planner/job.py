@@ -15,7 +15,7 @@ from hpctrain.data.sampler import counts
 from hpctrain.nn.parameter import ParameterSpec
 from hpctrain.optim.base import NormsNeeded
 from hpctrain.parallel.parallel_plan import ParallelPlan
-from hpctrain.planner.compute_costs import ComputeCosts
+from hpctrain.planner.costs.compute_costs import ComputeCosts
 from hpctrain.training.passes import Passes
 
 

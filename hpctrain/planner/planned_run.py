@@ -37,9 +37,9 @@ from hpctrain.optim.base import Optimizer
 from hpctrain.optim.optimizers import OPTIMIZERS
 from hpctrain.parallel.parallel_plan import ParallelPlan
 from hpctrain.parallel.plan_report import PlanReport, report_plan
-from hpctrain.planner import group_schedules as schedules
-from hpctrain.planner.group_schedules import GroupSchedule, mirror_bytes
 from hpctrain.planner.job import AveragerChoice, Candidate, Job
+from hpctrain.planner.program import group_schedules as schedules
+from hpctrain.planner.program.group_schedules import GroupSchedule, mirror_bytes
 from hpctrain.training.passes import ranks_fault, split_fault
 
 Image = tuple[int, int, int]

@@ -36,16 +36,17 @@ from hpctrain.job.session import StartedJob
 from hpctrain.nn.layers import Layer
 from hpctrain.optim.base import Optimizer
 from hpctrain.optim.optimizers import OPTIMIZERS
-from hpctrain.planner import machine_file, planned_run
-from hpctrain.planner.compute_costs import ComputeCosts, MeasuredCosts, RateCosts
-from hpctrain.planner.configured_search import with_candidate
+from hpctrain.planner import planned_run
+from hpctrain.planner.costs import machine_file
+from hpctrain.planner.costs.compute_costs import ComputeCosts, MeasuredCosts, RateCosts
+from hpctrain.planner.costs.machine import Machine
 from hpctrain.planner.job import Candidate, Job
-from hpctrain.planner.machine import Machine
-from hpctrain.planner.measurement import measured, measured_times
+from hpctrain.planner.measure.measurement import measured, measured_times
 from hpctrain.planner.planned_run import Image, PlannedRun, prepare
-from hpctrain.planner.search import SearchChoice, search
-from hpctrain.planner.search_space import SearchSpace, configured_space, kept_sections, open_grid
-from hpctrain.planner.step_program import predict
+from hpctrain.planner.program.step_program import predict
+from hpctrain.planner.search.configured_search import with_candidate
+from hpctrain.planner.search.search import SearchChoice, search
+from hpctrain.planner.search.search_space import SearchSpace, configured_space, kept_sections, open_grid
 from hpctrain.run.images import open_alike
 from hpctrain.run.resume import find_checkpoint
 from hpctrain.runs.directory import RunDirectory

@@ -99,7 +99,7 @@ def keep_choice(resolved: Resolved, directory: RunDirectory) -> None:
         return
     write_json(directory.choice_path, resolved.choice.to_meta())
     if resolved.machine is not None:
-        from hpctrain.planner import machine_file  # loaded earlier, to measure the machine
+        from hpctrain.planner.costs import machine_file  # loaded earlier, to measure the machine
 
         machine_file.write(directory.machine_path, resolved.machine)
 

@@ -33,7 +33,7 @@ from hpctrain.core.errors import OptionError
 from hpctrain.nn.parameter import FlatGroup, ParameterSpec
 from hpctrain.optim.base import Norms
 from hpctrain.optim.optimizers import Sgd
-from hpctrain.planner.group_schedules import exchanged_bytes
+from hpctrain.planner.program.group_schedules import exchanged_bytes
 from hpctrain_testing.virtual.communicator import ThreadCommunicator
 from hpctrain_testing.virtual.counters import Counters, CountingCommunicator
 from hpctrain_testing.virtual.run import run_virtual, virtual_engine, wait

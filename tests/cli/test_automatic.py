@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from hpctrain.planner import machine_file
+from hpctrain.planner.costs import machine_file
 from hpctrain_testing.run import Outcome
 from tests.support import planned
 from tests.support.here import run_here

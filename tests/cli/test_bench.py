@@ -16,7 +16,7 @@ from hpctrain.bench import data as measurement
 from hpctrain.bench.data import AUGMENT, NORMALISE, READ, WHOLE, DataRates, StageRate
 from hpctrain.cli.bench import RankCounts, rates_table
 from hpctrain.cli.main import cli
-from hpctrain.planner import machine_file
+from hpctrain.planner.costs import machine_file
 from hpctrain.runs.directory import RunDirectory
 from hpctrain.storage import checkpoint
 from hpctrain_testing.run import Outcome

@@ -23,10 +23,10 @@ from hpctrain.config.checks import check_names
 from hpctrain.config.load import load
 from hpctrain.core.errors import ConfigError
 from hpctrain.data.writer import write_data_file
-from hpctrain.planner import machine_file
+from hpctrain.planner.costs import machine_file
+from hpctrain.planner.measure.program_timing import processor_model
 from hpctrain.planner.planned_run import prepare
-from hpctrain.planner.program_timing import processor_model
-from hpctrain.planner.search_space import progress_of
+from hpctrain.planner.search.search_space import progress_of
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 

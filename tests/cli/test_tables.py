@@ -46,13 +46,13 @@ from hpctrain.comm.link import LinkModel
 from hpctrain.parallel.parallel_plan import ParallelPlan
 from hpctrain.parallel.plan_report import LayerReport
 from hpctrain.planner import planned_run
-from hpctrain.planner.configured_search import PlannedSearch, SimulatedPoint, on_any_grid
 from hpctrain.planner.job import AveragerChoice, Candidate
-from hpctrain.planner.search import SearchChoice, SearchResult
+from hpctrain.planner.search.configured_search import PlannedSearch, SimulatedPoint, on_any_grid
+from hpctrain.planner.search.search import SearchChoice, SearchResult
 from hpctrain.run.evaluation import Evaluation, PredictedClass, PredictedPicture, Predictions
 from hpctrain.training.evaluation import ConfusionMatrix
 from hpctrain.training.metrics import RunningSums
-from tests.planner.test_computation_costs import MACHINE
+from tests.planner.costs.test_computation_costs import MACHINE
 from tests.run.test_planned_runs import grid_task as task
 from tests.support import predictions
 from tests.support.sampling import amount

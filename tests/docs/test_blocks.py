@@ -53,7 +53,7 @@ from hpctrain.data.fetch import CIFAR10, FASHION_MNIST
 from hpctrain.data.writer import write_data_file
 from hpctrain.nn.parameter import FlatGroup
 from hpctrain.optim.optimizers import Sgd
-from hpctrain.planner import machine_file
+from hpctrain.planner.costs import machine_file
 from hpctrain.run.result import TrainingResult
 from hpctrain.runs.directory import BestRecord
 from hpctrain.site import profile

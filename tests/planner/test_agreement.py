@@ -14,11 +14,11 @@ from hpctrain.models import catalogue
 from hpctrain.nn.network import declared
 from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
 from hpctrain.parallel.plan_report import LayerReport, PlanReport, report_plan
-from hpctrain.planner.compute_costs import RateCosts
-from hpctrain.planner.machine import Machine
+from hpctrain.planner.costs.compute_costs import RateCosts
+from hpctrain.planner.costs.machine import Machine
 from hpctrain.planner.planned_run import PlannedRun, averaging_bytes, description, group_schedules, prepare
-from hpctrain.planner.step_program import exchanged_bytes, predict, split_bytes, step_program
-from hpctrain.planner.tasks import Compute, Prediction
+from hpctrain.planner.program.step_program import exchanged_bytes, predict, split_bytes, step_program
+from hpctrain.planner.simulation.tasks import Compute, Prediction
 from hpctrain_testing import formulas
 from hpctrain_testing.formulas import weighted_layers
 from tests.support.planned import machine

@@ -24,13 +24,15 @@ from hpctrain.data.writer import write_data_file
 from hpctrain.job.automatic_choice import CHOICE_META, AutomaticChoice, PredictedStep, Resolved, machine_digest, model_digest
 from hpctrain.optim.optimizers import Lars, Sgd
 from hpctrain.parallel.parallel_plan import ParallelPlan
-from hpctrain.planner import calibration, configured_search, machine_file, measurement
+from hpctrain.planner.costs import machine_file
+from hpctrain.planner.costs.machine import Link, LinkSegment, Machine, OperatorClass, OperatorRate
+from hpctrain.planner.costs.operator_times import OperatorTimes, cache_file
 from hpctrain.planner.job import AveragerChoice, Candidate
-from hpctrain.planner.machine import Link, LinkSegment, Machine, OperatorClass, OperatorRate
-from hpctrain.planner.measurement import measured_times
-from hpctrain.planner.operator_times import OperatorTimes, cache_file
+from hpctrain.planner.measure import calibration, measurement
+from hpctrain.planner.measure.measurement import measured_times
 from hpctrain.planner.planned_run import PlannedRun, prepare
-from hpctrain.planner.search_space import SearchSpace
+from hpctrain.planner.search import configured_search
+from hpctrain.planner.search.search_space import SearchSpace
 from hpctrain.run import automatic_search as start_search
 from hpctrain.run import build
 from hpctrain.run.automatic_search import Automatic, BestCandidate, StartedJob, named, optimizer_of

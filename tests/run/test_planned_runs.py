@@ -40,9 +40,24 @@ from hpctrain.optim.optimizers import OPTIMIZERS
 from hpctrain.parallel.groups import GridGroups
 from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
 from hpctrain.parallel.rank_graph import make_network
-from hpctrain.planner import configured_search
-from hpctrain.planner.compute_costs import RateCosts, update_key
-from hpctrain.planner.configured_search import (
+from hpctrain.planner.costs.compute_costs import RateCosts, update_key
+from hpctrain.planner.costs.machine import Link, LinkSegment, Machine, OperatorClass, OperatorRate
+from hpctrain.planner.costs.operator_times import OperatorTimes, cache_file
+from hpctrain.planner.job import AveragerChoice, Candidate
+from hpctrain.planner.measure.measurement import measure
+from hpctrain.planner.measure.program_timing import processor_model
+from hpctrain.planner.planned_run import (
+    PlannedPinnedMemory,
+    PlannedRun,
+    averaging_bytes,
+    group_schedules,
+    pinned_memory,
+    prepare,
+)
+from hpctrain.planner.program.group_schedules import group_strategies
+from hpctrain.planner.program.step_program import predict, step_program
+from hpctrain.planner.search import configured_search
+from hpctrain.planner.search.configured_search import (
     SearchTask,
     SimulatedPoint,
     command_line,
@@ -59,30 +74,15 @@ from hpctrain.planner.configured_search import (
     write_trace,
     written,
 )
-from hpctrain.planner.estimates import GridEstimates
-from hpctrain.planner.group_schedules import group_strategies
-from hpctrain.planner.job import AveragerChoice, Candidate
-from hpctrain.planner.machine import Link, LinkSegment, Machine, OperatorClass, OperatorRate
-from hpctrain.planner.measurement import measure
-from hpctrain.planner.operator_times import OperatorTimes, cache_file
-from hpctrain.planner.planned_run import (
-    PlannedPinnedMemory,
-    PlannedRun,
-    averaging_bytes,
-    group_schedules,
-    pinned_memory,
-    prepare,
-)
-from hpctrain.planner.program_timing import processor_model
-from hpctrain.planner.search import UNCERTAIN_SHARE, search
-from hpctrain.planner.search_space import SearchSpace, configured_space
-from hpctrain.planner.step_program import predict, step_program
+from hpctrain.planner.search.estimates import GridEstimates
+from hpctrain.planner.search.search import UNCERTAIN_SHARE, search
+from hpctrain.planner.search.search_space import SearchSpace, configured_space
 from hpctrain.run.reproducibility import fitting_schedule, schedules_of_run
 from hpctrain.runs.directory import RunDirectory
 from hpctrain.training.replica import Replica
 from hpctrain_testing.virtual.communicator import ThreadCommunicator
 from hpctrain_testing.virtual.run import run_virtual, virtual_engine
-from tests.planner.test_computation_costs import MACHINE
+from tests.planner.costs.test_computation_costs import MACHINE
 from tests.support import predictions
 from tests.support.averaging import planned
 from tests.support.emulated import EmulatedDeviceFactory

@@ -15,10 +15,10 @@ from hpctrain.backend.operators import Array
 from hpctrain.backend.specs import TensorSpec
 from hpctrain.nn.network import declared
 from hpctrain.nn.parameter import Parameter
+from hpctrain.planner.costs.machine import Link, LinkSegment, Machine, OperatorClass, OperatorRate
 from hpctrain.planner.job import AveragerChoice, Candidate, Job
-from hpctrain.planner.machine import Link, LinkSegment, Machine, OperatorClass, OperatorRate
 from hpctrain.planner.planned_run import state_arrays, update_factor
-from hpctrain.planner.tasks import BeginExchange, EndBackward, Happens, Merge, NeedsParameters, StepMessage, Task
+from hpctrain.planner.simulation.tasks import BeginExchange, EndBackward, Happens, Merge, NeedsParameters, StepMessage, Task
 from hpctrain.training.replica import Replica
 from hpctrain_testing.virtual.communicator import ThreadCommunicator
 from hpctrain_testing.virtual.counters import Counters, CountingCommunicator

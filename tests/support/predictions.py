@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hpctrain.planner.tasks import Prediction, SimulatedStep
+from hpctrain.planner.simulation.tasks import Prediction, SimulatedStep
 from hpctrain.trace.time_table import Row, TimeTable
 from hpctrain.trace.tracer import Category, Events, Tracer
 

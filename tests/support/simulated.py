@@ -17,10 +17,10 @@ from hpctrain.nn.compile.plan import Action, PlannedStep, StepMemory
 from hpctrain.nn.layers import Layer
 from hpctrain.nn.network import declared
 from hpctrain.optim.base import NormsNeeded
+from hpctrain.planner.costs.machine import Link, LinkSegment, Machine, OperatorClass, OperatorRate
+from hpctrain.planner.costs.operator_work import FactorProduct
 from hpctrain.planner.job import Job
-from hpctrain.planner.machine import Link, LinkSegment, Machine, OperatorClass, OperatorRate
-from hpctrain.planner.operator_work import FactorProduct
-from hpctrain.planner.tasks import (
+from hpctrain.planner.simulation.tasks import (
     AveragedGroup,
     Compute,
     EndBackward,

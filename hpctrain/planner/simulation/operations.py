@@ -23,11 +23,11 @@ from hpctrain.averaging.collective_schedule import (
     dependencies,
 )
 from hpctrain.averaging.slicing import Compression, Slice, layer_slices
-from hpctrain.planner.collective_costs import CollectiveStage, MessageCosts
-from hpctrain.planner.machine import Machine
+from hpctrain.planner.costs.collective_costs import CollectiveStage, MessageCosts
+from hpctrain.planner.costs.machine import Machine
 from hpctrain.planner.simulation.resources import EventLoop
+from hpctrain.planner.simulation.tasks import AveragedGroup, GroupPlacement
 from hpctrain.planner.simulation.transfers import StageTransfer
-from hpctrain.planner.tasks import AveragedGroup, GroupPlacement
 
 _SQUARES_BYTES = 16  # per parameter: two numbers of 8 bytes
 # Squares of weight and gradient, which are converted to float64, take as long as this number of accesses per element (measured).

@@ -11,7 +11,7 @@ import numpy as np
 
 from hpctrain.comm.progress_mode import ProgressMode
 from hpctrain.comm.waiting import INTERVAL_SECONDS
-from hpctrain.planner.collective_costs import CollectiveStage
+from hpctrain.planner.costs.collective_costs import CollectiveStage
 from hpctrain.planner.simulation.operations import MeetingShare, OperationQueue, Posted, SimulatedGroup
 from hpctrain.planner.simulation.resources import SharedResource
 from hpctrain.planner.simulation.transfers import Attention, Lane, StageTransfer

@@ -13,13 +13,12 @@ import numpy as np
 from hpctrain.averaging.collective_schedule import EventKind
 from hpctrain.comm.progress_mode import ProgressMode
 from hpctrain.core.errors import ConfigError, DeadlockError
-from hpctrain.planner import collective_costs
-from hpctrain.planner.collective_costs import CollectiveStage, Kind
-from hpctrain.planner.machine import Machine
+from hpctrain.planner.costs import collective_costs
+from hpctrain.planner.costs.collective_costs import CollectiveStage, Kind
+from hpctrain.planner.costs.machine import Machine
 from hpctrain.planner.simulation.operations import GroupQueues, GroupTasks, Posted, SimulatedGroup, group_tasks
 from hpctrain.planner.simulation.processes import SimulatedProcess, Stretch
-from hpctrain.planner.simulation.world import SimulatedPlace, SimulatedWorld, places
-from hpctrain.planner.tasks import (
+from hpctrain.planner.simulation.tasks import (
     BeginExchange,
     Compute,
     EndBackward,
@@ -34,6 +33,7 @@ from hpctrain.planner.tasks import (
     StepProgram,
     Task,
 )
+from hpctrain.planner.simulation.world import SimulatedPlace, SimulatedWorld, places
 from hpctrain.trace.time_table import merge, tabulate
 from hpctrain.trace.tracer import Category, Events
 

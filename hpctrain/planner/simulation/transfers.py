@@ -16,7 +16,7 @@ import math
 from collections import deque
 from collections.abc import Callable
 
-from hpctrain.planner.collective_costs import CollectiveStage
+from hpctrain.planner.costs.collective_costs import CollectiveStage
 from hpctrain.planner.simulation.resources import Act, EventLoop, SharedJob, SharedResource
 
 # Bytes that each additional test of a poll lets move, relative to the first test. With MPICH over TCP, 2, 3, 4 and 6 messages at

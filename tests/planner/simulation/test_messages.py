@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from hpctrain.planner.collective_costs import CollectiveStage
+from hpctrain.planner.costs.collective_costs import CollectiveStage
 from hpctrain.planner.simulation.resources import Cores, EventLoop, SharedResource
 from hpctrain.planner.simulation.transfers import Attention, Lane, StageTransfer
 

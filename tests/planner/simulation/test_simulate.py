@@ -21,11 +21,11 @@ from hpctrain.comm.link import LinkModel
 from hpctrain.comm.progress_mode import ProgressMode
 from hpctrain.core.errors import ConfigError, DeadlockError
 from hpctrain.nn.parameter import GroupLayout, ParameterSpec
-from hpctrain.planner.collective_costs import stages, unhindered_seconds
-from hpctrain.planner.machine import Machine
+from hpctrain.planner.costs.collective_costs import stages, unhindered_seconds
+from hpctrain.planner.costs.machine import Machine
+from hpctrain.planner.program.step_program import times_of
 from hpctrain.planner.simulation.simulate import simulate
-from hpctrain.planner.step_program import times_of
-from hpctrain.planner.tasks import (
+from hpctrain.planner.simulation.tasks import (
     BeginExchange,
     Compute,
     EndBackward,

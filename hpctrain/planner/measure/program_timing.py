@@ -31,10 +31,10 @@ from hpctrain.optim.optimizers import Sgd
 from hpctrain.parallel.groups import merge_moments
 from hpctrain.parallel.moves import SplitGroup
 from hpctrain.parallel.partition_graph import partition_graph
-from hpctrain.planner.compute_costs import input_key, others_key, product_key, update_key
+from hpctrain.planner.costs.compute_costs import input_key, others_key, product_key, update_key
+from hpctrain.planner.costs.operator_times import OperatorKey, OperatorTimes, Setting, operator_key
+from hpctrain.planner.costs.operator_work import FactorProduct, products_of, time_product
 from hpctrain.planner.job import Candidate, Job
-from hpctrain.planner.operator_times import OperatorKey, OperatorTimes, Setting, operator_key
-from hpctrain.planner.operator_work import FactorProduct, products_of, time_product
 from hpctrain.version import __version__
 
 

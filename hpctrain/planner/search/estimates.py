@@ -17,10 +17,11 @@ from hpctrain.core.errors import BackendError
 from hpctrain.nn.compile.compiler import compile_graph
 from hpctrain.parallel.layout import Layout
 from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
-from hpctrain.planner.averaging_costs import AveragingCosts
-from hpctrain.planner.compute_costs import ComputeCosts
+from hpctrain.planner.costs.compute_costs import ComputeCosts
+from hpctrain.planner.costs.machine import Machine
 from hpctrain.planner.job import AveragerChoice, Candidate, Job
-from hpctrain.planner.layer_costs import (
+from hpctrain.planner.search.averaging_costs import AveragingCosts
+from hpctrain.planner.search.layer_costs import (
     SegmentCost,
     SegmentCosts,
     layout_key,
@@ -28,9 +29,8 @@ from hpctrain.planner.layer_costs import (
     parameter_memory_bytes,
     segments,
 )
-from hpctrain.planner.machine import Machine
-from hpctrain.planner.search_space import SearchSpace
-from hpctrain.planner.shortest_path import Costs, Edge, ShortestPath, lower_bound, shortest_paths
+from hpctrain.planner.search.search_space import SearchSpace
+from hpctrain.planner.search.shortest_path import Costs, Edge, ShortestPath, lower_bound, shortest_paths
 
 
 def patterns(uses: Mapping[str, Parallelism]) -> tuple[Parallelism, dict[str, Parallelism]]:

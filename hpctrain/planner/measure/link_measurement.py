@@ -19,7 +19,7 @@ import numpy as np
 
 from hpctrain.comm.base import Communicator, Handle
 from hpctrain.comm.progress import ProgressEngine
-from hpctrain.planner.machine import Link, LinkSegment
+from hpctrain.planner.costs.machine import Link, LinkSegment
 
 #: message sizes in bytes per direction; denser near the sizes at which transports change their protocol
 SIZES = (512, 4 << 10, 16 << 10, 64 << 10, 128 << 10, 512 << 10, 2 << 20, 3 << 20, 4 << 20, 8 << 20)

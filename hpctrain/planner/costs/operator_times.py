@@ -20,7 +20,7 @@ from hpctrain.core.files import read_bytes, user_directory
 from hpctrain.core.log import get_logger
 from hpctrain.nn.compile.plan import Action, PlannedStep, StepMemory
 from hpctrain.parallel.moves import RedistributeOperator, RedistributeSpec
-from hpctrain.planner.operator_work import is_move, transfer_of
+from hpctrain.planner.costs.operator_work import is_move, transfer_of
 from hpctrain.storage import atomic_write
 
 # Fields of specs that do not affect the time.

@@ -18,7 +18,7 @@ from hpctrain.config.schema import Config
 from hpctrain.core.errors import ConfigError
 from hpctrain.parallel.parallel_plan import ParallelPlan
 from hpctrain.planner.job import AveragerChoice
-from hpctrain.planner.tasks import SimulationOptions
+from hpctrain.planner.simulation.tasks import SimulationOptions
 
 #: sections of a configuration that a search chooses
 SEARCHED_SECTIONS = ("grid", "plan", "averager", "micro_batches")

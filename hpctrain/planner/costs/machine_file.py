@@ -25,7 +25,7 @@ from hpctrain.core.errors import ConfigError
 from hpctrain.core.files import TEXT_BYTES, read_text
 from hpctrain.core.text import choices, nearest, rule
 from hpctrain.core.yaml_source import KeyPath, Source, dotted, read_yaml
-from hpctrain.planner.machine import Link, LinkSegment, Machine, OperatorClass, OperatorRate
+from hpctrain.planner.costs.machine import Link, LinkSegment, Machine, OperatorClass, OperatorRate
 from hpctrain.storage.atomic_write import write_text
 
 

@@ -22,15 +22,15 @@ from hpctrain.parallel.moves import SplitGroup
 from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
 from hpctrain.parallel.partition_graph import partition_graph
 from hpctrain.parallel.plan_report import report_plan
-from hpctrain.planner.averaging_costs import AveragedParts
-from hpctrain.planner.compute_costs import RateCosts
-from hpctrain.planner.estimates import Estimate, GridEstimates, unsplit_plan
+from hpctrain.planner.costs.compute_costs import RateCosts
+from hpctrain.planner.costs.machine import Machine
+from hpctrain.planner.costs.operator_work import is_move
 from hpctrain.planner.job import AveragerChoice, Job
-from hpctrain.planner.layer_costs import SegmentCosts, segments
-from hpctrain.planner.machine import Machine
-from hpctrain.planner.operator_work import is_move
-from hpctrain.planner.search_space import AVERAGERS, SearchSpace, grid_shapes
-from hpctrain.planner.shortest_path import Costs, Edge, lower_bound, shortest_paths, unbeaten
+from hpctrain.planner.search.averaging_costs import AveragedParts
+from hpctrain.planner.search.estimates import Estimate, GridEstimates, unsplit_plan
+from hpctrain.planner.search.layer_costs import SegmentCosts, segments
+from hpctrain.planner.search.search_space import AVERAGERS, SearchSpace, grid_shapes
+from hpctrain.planner.search.shortest_path import Costs, Edge, lower_bound, shortest_paths, unbeaten
 from tests.support.nets import plain, residual
 from tests.support.simulated import NoCompute, job_of, machine_of
 

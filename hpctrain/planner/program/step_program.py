@@ -32,15 +32,15 @@ from hpctrain.nn.parameter import GroupLayout
 from hpctrain.parallel.partition_graph import partition_graph
 from hpctrain.parallel.plan_report import message_words
 from hpctrain.parallel.rank_graph import LocalGraph, local_graphs, training_plan, whole_graph
-from hpctrain.planner.collective_costs import grid_placements, stages, unhindered_seconds
-from hpctrain.planner.compute_costs import ComputeCosts
-from hpctrain.planner.group_schedules import GroupStrategy, group_strategies
-from hpctrain.planner.group_schedules import exchanged_bytes as group_bytes
+from hpctrain.planner.costs.collective_costs import grid_placements, stages, unhindered_seconds
+from hpctrain.planner.costs.compute_costs import ComputeCosts
+from hpctrain.planner.costs.machine import Machine
 from hpctrain.planner.job import Candidate, Job
-from hpctrain.planner.machine import Machine
-from hpctrain.planner.rank_tasks import StepFacts, product_seconds, rank_tasks
+from hpctrain.planner.program.group_schedules import GroupStrategy, group_strategies
+from hpctrain.planner.program.group_schedules import exchanged_bytes as group_bytes
+from hpctrain.planner.program.rank_tasks import StepFacts, product_seconds, rank_tasks
 from hpctrain.planner.simulation.simulate import simulate
-from hpctrain.planner.tasks import (
+from hpctrain.planner.simulation.tasks import (
     AveragedGroup,
     BeginExchange,
     Compute,

@@ -23,17 +23,17 @@ from hpctrain.config.schema import AveragerConfig, Config, GridConfig, PlanConfi
 from hpctrain.core.errors import ConfigError, HpctrainError
 from hpctrain.core.text import counted
 from hpctrain.parallel.parallel_plan import ParallelPlan
-from hpctrain.planner import machine_file
-from hpctrain.planner.compute_costs import ComputeCosts, MeasuredCosts, RateCosts
+from hpctrain.planner.costs import machine_file
+from hpctrain.planner.costs.compute_costs import ComputeCosts, MeasuredCosts, RateCosts
+from hpctrain.planner.costs.machine import Machine
+from hpctrain.planner.costs.operator_times import OperatorTimes, Setting, cache_file
 from hpctrain.planner.job import Candidate
-from hpctrain.planner.machine import Machine
-from hpctrain.planner.operator_times import OperatorTimes, Setting, cache_file
+from hpctrain.planner.measure.program_timing import processor_model, setting_here
 from hpctrain.planner.planned_run import Image, PlannedRun, prepare
-from hpctrain.planner.program_timing import processor_model, setting_here
-from hpctrain.planner.search import UNCERTAIN_SHARE, SearchResult, search, short_seconds
-from hpctrain.planner.search_space import configured_space, kept_sections, progress_of
-from hpctrain.planner.step_program import predict
-from hpctrain.planner.tasks import Prediction, SimulationOptions
+from hpctrain.planner.program.step_program import predict
+from hpctrain.planner.search.search import UNCERTAIN_SHARE, SearchResult, search, short_seconds
+from hpctrain.planner.search.search_space import configured_space, kept_sections, progress_of
+from hpctrain.planner.simulation.tasks import Prediction, SimulationOptions
 from hpctrain.storage.atomic_write import replacing, write_bytes
 from hpctrain.trace.chrome import ChromeTrace
 

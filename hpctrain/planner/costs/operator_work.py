@@ -18,7 +18,7 @@ from hpctrain.backend.specs import BatchNormSpec, Conv2dSpec, LinearSpec, Spec, 
 from hpctrain.core.intervals import size_of
 from hpctrain.nn.compile.plan import Action, ExecutionPlan, PlannedStep, StepMemory
 from hpctrain.parallel.moves import RedistributeOperator, RedistributeSpec, ReduceScatterOperator, ReduceScatterSpec, Transfer
-from hpctrain.planner.machine import OperatorClass, OperatorRate
+from hpctrain.planner.costs.machine import OperatorClass, OperatorRate
 
 
 @dataclass(frozen=True)

@@ -33,8 +33,8 @@ from hpctrain.averaging.slicing import INDEX_BYTES, Compression
 from hpctrain.comm.groups import Levels
 from hpctrain.comm.sums import Wire
 from hpctrain.core.intervals import ShardsOfRank
-from hpctrain.planner.machine import Link, Machine, OperatorClass
-from hpctrain.planner.tasks import GridPlacements, GroupPlacement
+from hpctrain.planner.costs.machine import Link, Machine, OperatorClass
+from hpctrain.planner.simulation.tasks import GridPlacements, GroupPlacement
 
 
 def _placement(machine: Machine, groups: Sequence[Iterable[int]]) -> GroupPlacement:

@@ -24,15 +24,17 @@ from hpctrain.core.errors import ConfigError
 from hpctrain.core.log import get_logger
 from hpctrain.launch.threads import usable_cores
 from hpctrain.parallel.parallel_plan import Parallelism
-from hpctrain.planner import calibration, configured_search, machine_file
-from hpctrain.planner.calibration import RankFacts, calibrate
-from hpctrain.planner.configured_search import SearchTask, on_any_grid
-from hpctrain.planner.estimates import unsplit_plan
+from hpctrain.planner.costs import machine_file
+from hpctrain.planner.costs.machine import Machine, OperatorClass, OperatorRate
+from hpctrain.planner.costs.operator_times import OperatorTimes, Setting, cache_file
 from hpctrain.planner.job import Candidate, Job
-from hpctrain.planner.machine import Machine, OperatorClass, OperatorRate
-from hpctrain.planner.operator_times import OperatorTimes, Setting, cache_file
-from hpctrain.planner.program_timing import Coverage, ensure_measured, processor_model, setting_here
-from hpctrain.planner.search_space import SearchSpace, grid_shapes
+from hpctrain.planner.measure import calibration
+from hpctrain.planner.measure.calibration import RankFacts, calibrate
+from hpctrain.planner.measure.program_timing import Coverage, ensure_measured, processor_model, setting_here
+from hpctrain.planner.search import configured_search
+from hpctrain.planner.search.configured_search import SearchTask, on_any_grid
+from hpctrain.planner.search.estimates import unsplit_plan
+from hpctrain.planner.search.search_space import SearchSpace, grid_shapes
 from hpctrain.storage.atomic_write import check_target
 
 _LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")

@@ -9,9 +9,9 @@ from typing import Protocol
 
 from hpctrain.backend.specs import item_bytes, parameter_dtype
 from hpctrain.nn.compile.plan import Action, PlannedStep, StepMemory
-from hpctrain.planner.machine import Machine, OperatorClass
-from hpctrain.planner.operator_times import OperatorKey, OperatorTimes, operator_key
-from hpctrain.planner.operator_work import FactorProduct, OperatorWork, work_of
+from hpctrain.planner.costs.machine import Machine, OperatorClass
+from hpctrain.planner.costs.operator_times import OperatorKey, OperatorTimes, operator_key
+from hpctrain.planner.costs.operator_work import FactorProduct, OperatorWork, work_of
 
 
 class ComputeCosts(Protocol):

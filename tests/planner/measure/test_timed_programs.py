@@ -18,14 +18,14 @@ from hpctrain.nn.parameter import GroupLayout, ParameterSpec
 from hpctrain.parallel.groups import merge_moments
 from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
 from hpctrain.parallel.partition_graph import partition_graph
-from hpctrain.planner import calibration
-from hpctrain.planner.calibration import RateTask, measure_rates_of, rates_from_timings
-from hpctrain.planner.compute_costs import product_key
+from hpctrain.planner.costs.compute_costs import product_key
+from hpctrain.planner.costs.machine import OperatorClass, OperatorRate
+from hpctrain.planner.costs.operator_times import OperatorTimes
+from hpctrain.planner.costs.operator_work import FactorProduct, OperatorWork, products_of, time_product
 from hpctrain.planner.job import Candidate, Job
-from hpctrain.planner.machine import OperatorClass, OperatorRate
-from hpctrain.planner.operator_times import OperatorTimes
-from hpctrain.planner.operator_work import FactorProduct, OperatorWork, products_of, time_product
-from hpctrain.planner.program_timing import (
+from hpctrain.planner.measure import calibration
+from hpctrain.planner.measure.calibration import RateTask, measure_rates_of, rates_from_timings
+from hpctrain.planner.measure.program_timing import (
     FakeSplitGroup,
     FakeStatisticsMerger,
     TimedProgram,
@@ -37,8 +37,8 @@ from hpctrain.planner.program_timing import (
     setting_here,
     typical,
 )
-from hpctrain.planner.step_program import times_of
-from hpctrain.planner.tasks import Compute, EndBackward, EndExchange, Happens, NeedsParameters, Task
+from hpctrain.planner.program.step_program import times_of
+from hpctrain.planner.simulation.tasks import Compute, EndBackward, EndExchange, Happens, NeedsParameters, Task
 from hpctrain.trace.tracer import Category
 
 NETWORK = Network(catalogue.build("resnet20", {"width": 4}), (16, 16, 3), NumpyKernelSet())

@@ -20,12 +20,19 @@ from hpctrain.nn.compile.plan import Action
 from hpctrain.parallel import layout
 from hpctrain.parallel.layout import Layout
 from hpctrain.parallel.moves import RedistributeSpec, ReduceScatterSpec, moved, moved_back
-from hpctrain.planner.averaging_costs import AveragedParts, AveragingCosts, LinearSize
-from hpctrain.planner.collective_costs import CollectiveStage, Kind, MessageCosts, grid_placements, stages, unhindered_seconds
+from hpctrain.planner.costs.collective_costs import (
+    CollectiveStage,
+    Kind,
+    MessageCosts,
+    grid_placements,
+    stages,
+    unhindered_seconds,
+)
+from hpctrain.planner.costs.machine import Link, LinkSegment, Machine
+from hpctrain.planner.costs.operator_work import is_move, move_traffic
 from hpctrain.planner.job import AveragerChoice
-from hpctrain.planner.machine import Link, LinkSegment, Machine
-from hpctrain.planner.operator_work import is_move, move_traffic
-from hpctrain.planner.tasks import GroupPlacement
+from hpctrain.planner.search.averaging_costs import AveragedParts, AveragingCosts, LinearSize
+from hpctrain.planner.simulation.tasks import GroupPlacement
 from tests.support.simulated import machine_of
 
 ALPHA, BETA = 3e-6, 1 / 5e9

@@ -14,13 +14,13 @@ from itertools import islice
 
 from hpctrain.core.errors import ConfigError, HpctrainError
 from hpctrain.parallel.parallel_plan import Parallelism
-from hpctrain.planner.compute_costs import ComputeCosts
-from hpctrain.planner.estimates import Estimate, GridEstimates, memory_factor
+from hpctrain.planner.costs.compute_costs import ComputeCosts
+from hpctrain.planner.costs.machine import Machine
 from hpctrain.planner.job import AveragerChoice, Candidate, Job
-from hpctrain.planner.machine import Machine
-from hpctrain.planner.search_space import SearchSpace, grid_shapes
-from hpctrain.planner.step_program import predict
-from hpctrain.planner.tasks import Prediction, SimulationOptions
+from hpctrain.planner.program.step_program import predict
+from hpctrain.planner.search.estimates import Estimate, GridEstimates, memory_factor
+from hpctrain.planner.search.search_space import SearchSpace, grid_shapes
+from hpctrain.planner.simulation.tasks import Prediction, SimulationOptions
 from hpctrain.trace.time_table import TimeTable
 
 _GIBIBYTE = 1 << 30

@@ -16,14 +16,14 @@ from hpctrain.core.errors import ConfigError
 from hpctrain.nn.layers import AdaptiveAveragePool, Conv2d, Flatten, Linear, Sequential
 from hpctrain.optim.optimizers import Sgd
 from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
-from hpctrain.planner.compute_costs import ComputeCosts, RateCosts
-from hpctrain.planner.estimates import patterns
+from hpctrain.planner.costs.compute_costs import ComputeCosts, RateCosts
+from hpctrain.planner.costs.machine import Machine
 from hpctrain.planner.job import AveragerChoice, Candidate, Job
-from hpctrain.planner.layer_costs import segments
-from hpctrain.planner.machine import Machine
-from hpctrain.planner.search import SearchResult, reason, search
-from hpctrain.planner.search_space import AVERAGERS, SearchSpace, grid_shapes
-from hpctrain.planner.tasks import Prediction, SimulatedStep, SimulationOptions
+from hpctrain.planner.search.estimates import patterns
+from hpctrain.planner.search.layer_costs import segments
+from hpctrain.planner.search.search import SearchResult, reason, search
+from hpctrain.planner.search.search_space import AVERAGERS, SearchSpace, grid_shapes
+from hpctrain.planner.simulation.tasks import Prediction, SimulatedStep, SimulationOptions
 from hpctrain.trace.time_table import Row, TimeTable
 from hpctrain_testing.virtual.communicator import ThreadCommunicator
 from hpctrain_testing.virtual.run import run_virtual, virtual_engine

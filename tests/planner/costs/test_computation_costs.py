@@ -20,7 +20,7 @@ from hpctrain.nn.compile.plan import Action, ExecutionPlan
 from hpctrain.nn.network import Network
 from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
 from hpctrain.parallel.partition_graph import partition_graph
-from hpctrain.planner.compute_costs import (
+from hpctrain.planner.costs.compute_costs import (
     MeasuredCosts,
     RateCosts,
     input_key,
@@ -28,10 +28,18 @@ from hpctrain.planner.compute_costs import (
     product_key,
     update_key,
 )
-from hpctrain.planner.machine import Link, LinkSegment, Machine, OperatorClass, OperatorRate
-from hpctrain.planner.operator_times import REACH, OperatorKey, OperatorTimes, Setting, cache_file, interpolated, operator_key
-from hpctrain.planner.operator_work import FactorProduct, OperatorWork, class_of, work_of
-from hpctrain.planner.program_timing import FakeSplitGroup
+from hpctrain.planner.costs.machine import Link, LinkSegment, Machine, OperatorClass, OperatorRate
+from hpctrain.planner.costs.operator_times import (
+    REACH,
+    OperatorKey,
+    OperatorTimes,
+    Setting,
+    cache_file,
+    interpolated,
+    operator_key,
+)
+from hpctrain.planner.costs.operator_work import FactorProduct, OperatorWork, class_of, work_of
+from hpctrain.planner.measure.program_timing import FakeSplitGroup
 
 NETWORK = Network(catalogue.build("resnet20", {"width": 4}), (16, 16, 3), NumpyKernelSet())
 

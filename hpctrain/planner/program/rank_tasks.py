@@ -11,9 +11,9 @@ from hpctrain.backend.operators import SufficientFactors
 from hpctrain.backend.specs import BatchNormSpec
 from hpctrain.nn.compile.plan import Action, ExecutionPlan, PlannedStep
 from hpctrain.parallel.moves import ReduceScatterSpec
-from hpctrain.planner.compute_costs import ComputeCosts
-from hpctrain.planner.operator_work import is_move, move_traffic, product_of, transfer_of
-from hpctrain.planner.tasks import (
+from hpctrain.planner.costs.compute_costs import ComputeCosts
+from hpctrain.planner.costs.operator_work import is_move, move_traffic, product_of, transfer_of
+from hpctrain.planner.simulation.tasks import (
     BeginExchange,
     Compute,
     EndBackward,

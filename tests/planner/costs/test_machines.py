@@ -14,11 +14,12 @@ from hypothesis import strategies as st
 
 from hpctrain.comm.link import LinkModel
 from hpctrain.core.errors import ConfigError
-from hpctrain.planner import calibration, link_measurement, machine_file
-from hpctrain.planner import link_measurement as link_fit
-from hpctrain.planner.calibration import RankFacts, calibrate
-from hpctrain.planner.link_measurement import SIZES, LinkProbe, MessagePoint
-from hpctrain.planner.machine import Link, LinkSegment, Machine, OperatorClass, OperatorRate, seconds_with_threads
+from hpctrain.planner.costs import machine_file
+from hpctrain.planner.costs.machine import Link, LinkSegment, Machine, OperatorClass, OperatorRate, seconds_with_threads
+from hpctrain.planner.measure import calibration, link_measurement
+from hpctrain.planner.measure import link_measurement as link_fit
+from hpctrain.planner.measure.calibration import RankFacts, calibrate
+from hpctrain.planner.measure.link_measurement import SIZES, LinkProbe, MessagePoint
 from hpctrain_testing.virtual.communicator import ThreadCommunicator
 from hpctrain_testing.virtual.run import run_virtual, virtual_engine
 from tests.support.sampling import amount
@@ -85,7 +86,7 @@ def test_messages_that_are_longer_than_those_that_move_in_chunks_are_passed() ->
     assert not Link((eager, long)).is_passed(long)  # none of them moves in chunks
 
 
-TOP = Path(__file__).parents[2]
+TOP = Path(__file__).parents[3]
 NAMES = sorted(path.stem for path in (TOP / "configs" / "machines").glob("*.yaml"))
 TEXT = (TOP / "configs" / "machines" / "xc40.yaml").read_text()
 NODES = "nodes: {value: 1630, source: compute nodes of Cori Phase I as NERSC published them}"

@@ -23,11 +23,12 @@ from hpctrain.core.text import counted
 from hpctrain.models import catalogue
 from hpctrain.nn.layers import AdaptiveAveragePool, Conv2d, Flatten, Layer, Linear, ReLU, Sequential
 from hpctrain.nn.network import Network
-from hpctrain.planner import link_measurement, machine_file
-from hpctrain.planner.link_measurement import SIZES, LinkProbe, MessagePoint
-from hpctrain.planner.machine import Link, LinkSegment, Machine, OperatorClass, OperatorRate, slowest_rate
-from hpctrain.planner.operator_work import OperatorWork, work_of
-from hpctrain.planner.program_timing import TimedProgram, clock_of, fake_mergers
+from hpctrain.planner.costs import machine_file
+from hpctrain.planner.costs.machine import Link, LinkSegment, Machine, OperatorClass, OperatorRate, slowest_rate
+from hpctrain.planner.costs.operator_work import OperatorWork, work_of
+from hpctrain.planner.measure import link_measurement
+from hpctrain.planner.measure.link_measurement import SIZES, LinkProbe, MessagePoint
+from hpctrain.planner.measure.program_timing import TimedProgram, clock_of, fake_mergers
 
 _STEPS = 4
 # Bytes of the array that a thread copies, more than its share of the caches, and number of its copies per lap.

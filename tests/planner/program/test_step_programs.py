@@ -27,9 +27,15 @@ from hpctrain.optim.ema import EmaRule
 from hpctrain.optim.optimizers import Adamw, Lamb, Sgd
 from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
 from hpctrain.parallel.plan_report import report_plan
-from hpctrain.planner.compute_costs import RateCosts
-from hpctrain.planner.group_schedules import GroupSchedule, averaging_bytes, group_schedules, group_strategies, mirror_bytes
-from hpctrain.planner.step_program import (
+from hpctrain.planner.costs.compute_costs import RateCosts
+from hpctrain.planner.program.group_schedules import (
+    GroupSchedule,
+    averaging_bytes,
+    group_schedules,
+    group_strategies,
+    mirror_bytes,
+)
+from hpctrain.planner.program.step_program import (
     AlikeRanks,
     RankMemory,
     alike_ranks,
@@ -39,7 +45,16 @@ from hpctrain.planner.step_program import (
     statistics_size,
     step_program,
 )
-from hpctrain.planner.tasks import BeginExchange, Compute, EndExchange, Happens, Merge, RankClass, StepMessage, StepProgram
+from hpctrain.planner.simulation.tasks import (
+    BeginExchange,
+    Compute,
+    EndExchange,
+    Happens,
+    Merge,
+    RankClass,
+    StepMessage,
+    StepProgram,
+)
 from hpctrain.trace.tracer import HOOKS
 from hpctrain_testing.virtual.communicator import ThreadCommunicator
 from hpctrain_testing.virtual.counters import Counters, CountingCommunicator

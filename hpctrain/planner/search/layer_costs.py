@@ -27,12 +27,12 @@ from hpctrain.parallel.moves import RedistributeSpec, ReduceScatterSpec, SplitGr
 from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
 from hpctrain.parallel.plan_report import STATISTIC_BYTES
 from hpctrain.parallel.sharding_rules import OperatorSharding, SplitContext, shard
-from hpctrain.planner.averaging_costs import AveragedParts, LinearSize
-from hpctrain.planner.collective_costs import grid_placements, stages, unhindered_seconds
-from hpctrain.planner.compute_costs import ComputeCosts
+from hpctrain.planner.costs.collective_costs import grid_placements, stages, unhindered_seconds
+from hpctrain.planner.costs.compute_costs import ComputeCosts
+from hpctrain.planner.costs.machine import Machine
+from hpctrain.planner.costs.operator_work import is_move
 from hpctrain.planner.job import Job
-from hpctrain.planner.machine import Machine
-from hpctrain.planner.operator_work import is_move
+from hpctrain.planner.search.averaging_costs import AveragedParts, LinearSize
 
 
 @dataclass(frozen=True)
