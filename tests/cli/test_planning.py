@@ -24,7 +24,7 @@ from hpctrain.config.load import load
 from hpctrain.core.errors import ConfigError
 from hpctrain.data.writer import write_data_file
 from hpctrain.planner.costs import machine_file
-from hpctrain.planner.measure.program_timing import processor_model
+from hpctrain.planner.costs.operator_times import processor_model
 from hpctrain.planner.planned_run import prepare
 from hpctrain.planner.search.search_space import progress_of
 

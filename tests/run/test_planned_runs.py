@@ -42,10 +42,9 @@ from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
 from hpctrain.parallel.rank_graph import make_network
 from hpctrain.planner.costs.compute_costs import RateCosts, update_key
 from hpctrain.planner.costs.machine import Link, LinkSegment, Machine, OperatorClass, OperatorRate
-from hpctrain.planner.costs.operator_times import OperatorTimes, cache_file
+from hpctrain.planner.costs.operator_times import OperatorTimes, cache_file, processor_model
 from hpctrain.planner.job import AveragerChoice, Candidate
 from hpctrain.planner.measure.measurement import measure
-from hpctrain.planner.measure.program_timing import processor_model
 from hpctrain.planner.planned_run import (
     PlannedPinnedMemory,
     PlannedRun,

@@ -17,6 +17,7 @@ from hpctrain.nn.compile.plan import Action, PlannedStep, StepMemory
 from hpctrain.nn.layers import Layer
 from hpctrain.nn.network import declared
 from hpctrain.optim.base import NormsNeeded
+from hpctrain.planner.costs.collective_costs import GridPlacements, GroupPlacement
 from hpctrain.planner.costs.machine import Link, LinkSegment, Machine, OperatorClass, OperatorRate
 from hpctrain.planner.costs.operator_work import FactorProduct
 from hpctrain.planner.job import Job
@@ -24,8 +25,6 @@ from hpctrain.planner.simulation.tasks import (
     AveragedGroup,
     Compute,
     EndBackward,
-    GridPlacements,
-    GroupPlacement,
     Happens,
     NeedsParameters,
     RankClass,

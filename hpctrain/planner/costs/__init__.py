@@ -1,4 +1,4 @@
-"""What a machine needs for operators and messages: machines, rates, measured times and collectives, without a job or a plan.
+"""The costs of operators and messages on a machine: rates, measured times, and the stages of collectives.
 
 Read `machine.py` first. `compute_costs.py` prices computation, `collective_costs.py` prices messages.
 """

@@ -34,7 +34,43 @@ from hpctrain.comm.groups import Levels
 from hpctrain.comm.sums import Wire
 from hpctrain.core.intervals import ShardsOfRank
 from hpctrain.planner.costs.machine import Link, Machine, OperatorClass
-from hpctrain.planner.simulation.tasks import GridPlacements, GroupPlacement
+
+
+@dataclass(frozen=True)
+class GroupPlacement:
+    """Placement of a group's ranks on nodes.
+
+    Attributes:
+        ranks: number of ranks of the group.
+        nodes: number of nodes with ranks of the group.
+        per_node: maximum number of ranks of the group on one node.
+        alike: number of groups of this kind with ranks on the same node, including this group; these groups use the node's links
+            at the same time.
+    """
+
+    ranks: int
+    nodes: int
+    per_node: int
+    alike: int = 1
+
+
+@dataclass(frozen=True)
+class GridPlacements:
+    """Placements on a grid of Pr x Pc ranks.
+
+    Attributes:
+        all_ranks: placement of the whole grid.
+        split: placement of the Pr ranks that share samples.
+        data: placement of the Pc ranks with the same weights.
+    """
+
+    all_ranks: GroupPlacement
+    split: GroupPlacement
+    data: GroupPlacement
+
+    def of(self, ranks: str) -> GroupPlacement:
+        """Return the placement of "all", "split" or "data", the names of groups in `BatchNormSpec.merge`."""
+        return {"all": self.all_ranks, "split": self.split, "data": self.data}[ranks]
 
 
 def _placement(machine: Machine, groups: Sequence[Iterable[int]]) -> GroupPlacement:

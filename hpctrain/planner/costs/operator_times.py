@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
@@ -16,12 +17,17 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from hpctrain.backend.onednn.binding import processor_flags
+from hpctrain.backend.operators import KernelSet
 from hpctrain.core.files import read_bytes, user_directory
 from hpctrain.core.log import get_logger
 from hpctrain.nn.compile.plan import Action, PlannedStep, StepMemory
 from hpctrain.parallel.moves import RedistributeOperator, RedistributeSpec
 from hpctrain.planner.costs.operator_work import is_move, transfer_of
 from hpctrain.storage import atomic_write
+from hpctrain.version import __version__
 
 # Fields of specs that do not affect the time.
 _IRRELEVANT = frozenset({"layer", "seed", "first_sample", "origin", "unsplit_shape", "merge", "epsilon", "elements", "padding"})
@@ -133,6 +139,28 @@ class Setting:
 
     def __str__(self) -> str:
         return f"{self.processor} | {self.kernels} | {self.threads} threads | {self.concurrency} ranks"
+
+
+_INSTRUCTION_SETS = ("avx2", "fma", "avx512f", "avx512_bf16", "avx512_fp16", "avx_vnni", "amx_tile", "amx_bf16")
+
+
+def setting_here(kernels: KernelSet, threads: int, concurrency: int) -> Setting:
+    """Return the setting of this process: its processor, and the versions of the software that computes."""
+    version = getattr(kernels, "version", "")
+    versions = f"{kernels.name} {version}".strip() + f", NumPy {np.__version__}, hpctrain {__version__}"
+    known = processor_flags()
+    processor = " ".join([processor_model(), *(flag for flag in _INSTRUCTION_SETS if flag in known)])
+    return Setting(processor, versions, threads, concurrency)
+
+
+def processor_model(cpuinfo: str = "/proc/cpuinfo") -> str:
+    """Return the name of the processor, as in the sources of machine files."""
+    try:
+        with open(cpuinfo, encoding="ascii", errors="replace") as file:
+            models = (line.partition(":")[2].strip() for line in file if line.startswith("model name"))
+            return next(models, platform.machine())
+    except OSError:
+        return platform.machine()
 
 
 def cache_file(environment: Mapping[str, str] = os.environ) -> Path | None:

@@ -26,11 +26,11 @@ from hpctrain.launch.threads import usable_cores
 from hpctrain.parallel.parallel_plan import Parallelism
 from hpctrain.planner.costs import machine_file
 from hpctrain.planner.costs.machine import Machine, OperatorClass, OperatorRate
-from hpctrain.planner.costs.operator_times import OperatorTimes, Setting, cache_file
+from hpctrain.planner.costs.operator_times import OperatorTimes, Setting, cache_file, processor_model, setting_here
 from hpctrain.planner.job import Candidate, Job
 from hpctrain.planner.measure import calibration
 from hpctrain.planner.measure.calibration import RankFacts, calibrate
-from hpctrain.planner.measure.program_timing import Coverage, ensure_measured, processor_model, setting_here
+from hpctrain.planner.measure.program_timing import Coverage, ensure_measured
 from hpctrain.planner.search import configured_search
 from hpctrain.planner.search.configured_search import SearchTask, on_any_grid
 from hpctrain.planner.search.estimates import unsplit_plan

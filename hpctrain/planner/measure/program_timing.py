@@ -7,7 +7,6 @@ time. `ensure_measured` times the operators of candidates that were not measured
 
 from __future__ import annotations
 
-import platform
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +14,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from hpctrain.backend.graph import Graph
-from hpctrain.backend.onednn.binding import processor_flags
 from hpctrain.backend.operators import KernelSet, StatisticsMerger, StepContext
 from hpctrain.backend.specs import SoftmaxCrossEntropySpec, parameter_dtype
 from hpctrain.comm.base import Handle, SingleCommunicator
@@ -32,10 +30,9 @@ from hpctrain.parallel.groups import merge_moments
 from hpctrain.parallel.moves import SplitGroup
 from hpctrain.parallel.partition_graph import partition_graph
 from hpctrain.planner.costs.compute_costs import input_key, others_key, product_key, update_key
-from hpctrain.planner.costs.operator_times import OperatorKey, OperatorTimes, Setting, operator_key
+from hpctrain.planner.costs.operator_times import OperatorKey, OperatorTimes, operator_key
 from hpctrain.planner.costs.operator_work import FactorProduct, products_of, time_product
 from hpctrain.planner.job import Candidate, Job
-from hpctrain.version import __version__
 
 
 class FakeSplitGroup(SplitGroup):
@@ -298,7 +295,6 @@ def clock_of(threads: int, *, on_host: bool = True) -> Callable[[], float]:
 
 
 #: instruction sets on which the choice of kernels depends
-_INSTRUCTION_SETS = ("avx2", "fma", "avx512f", "avx512_bf16", "avx512_fp16", "avx_vnni", "amx_tile", "amx_bf16")
 _STEPS = 7
 _UNTIMED = (Action.BEGIN, Action.FREE)
 # Number of arrays of the parameters' size: parameters, gradients, momentum, and temporaries.
@@ -338,15 +334,6 @@ class Coverage:
     programs: int
     left: int
     seconds: float
-
-
-def setting_here(kernels: KernelSet, threads: int, concurrency: int) -> Setting:
-    """Return the setting of this process: its processor, and the versions of the software that computes."""
-    version = getattr(kernels, "version", "")
-    versions = f"{kernels.name} {version}".strip() + f", NumPy {np.__version__}, hpctrain {__version__}"
-    known = processor_flags()
-    processor = " ".join([processor_model(), *(flag for flag in _INSTRUCTION_SETS if flag in known)])
-    return Setting(processor, versions, threads, concurrency)
 
 
 def rank_programs(job: Job, candidate: Candidate) -> Iterator[RankProgram]:
@@ -462,13 +449,3 @@ def _measure(job: Job, program: RankProgram, times: OperatorTimes, before: Calla
     for product in _products(program, timed.plan):
         if not times.measured(product_key(product)):
             times.put(product_key(product), time_product(product, parameter_dtype(job.dtype), _STEPS, clock, before))
-
-
-def processor_model(cpuinfo: str = "/proc/cpuinfo") -> str:
-    """Return the name of the processor, as in the sources of machine files."""
-    try:
-        with open(cpuinfo, encoding="ascii", errors="replace") as file:
-            models = (line.partition(":")[2].strip() for line in file if line.startswith("model name"))
-            return next(models, platform.machine())
-    except OSError:
-        return platform.machine()

@@ -32,7 +32,7 @@ from hpctrain.nn.parameter import GroupLayout
 from hpctrain.parallel.partition_graph import partition_graph
 from hpctrain.parallel.plan_report import message_words
 from hpctrain.parallel.rank_graph import LocalGraph, local_graphs, training_plan, whole_graph
-from hpctrain.planner.costs.collective_costs import grid_placements, stages, unhindered_seconds
+from hpctrain.planner.costs.collective_costs import GroupPlacement, grid_placements, stages, unhindered_seconds
 from hpctrain.planner.costs.compute_costs import ComputeCosts
 from hpctrain.planner.costs.machine import Machine
 from hpctrain.planner.job import Candidate, Job
@@ -45,7 +45,6 @@ from hpctrain.planner.simulation.tasks import (
     BeginExchange,
     Compute,
     EndBackward,
-    GroupPlacement,
     Happens,
     Merge,
     NeedsParameters,

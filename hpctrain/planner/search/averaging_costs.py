@@ -13,10 +13,9 @@ from hpctrain.averaging.collective_schedule import OperationKind
 from hpctrain.averaging.slicing import Compression
 from hpctrain.averaging.sufficient_factors import moves_less
 from hpctrain.comm.groups import Levels, levels
-from hpctrain.planner.costs.collective_costs import MessageCosts, unhindered_seconds
+from hpctrain.planner.costs.collective_costs import GridPlacements, GroupPlacement, MessageCosts, unhindered_seconds
 from hpctrain.planner.costs.machine import Machine
 from hpctrain.planner.job import AveragerChoice
-from hpctrain.planner.simulation.tasks import GridPlacements, GroupPlacement
 
 
 @dataclass(frozen=True)

@@ -26,9 +26,8 @@ from hpctrain.parallel.parallel_plan import ParallelPlan
 from hpctrain.planner.costs import machine_file
 from hpctrain.planner.costs.compute_costs import ComputeCosts, MeasuredCosts, RateCosts
 from hpctrain.planner.costs.machine import Machine
-from hpctrain.planner.costs.operator_times import OperatorTimes, Setting, cache_file
+from hpctrain.planner.costs.operator_times import OperatorTimes, Setting, cache_file, processor_model, setting_here
 from hpctrain.planner.job import Candidate
-from hpctrain.planner.measure.program_timing import processor_model, setting_here
 from hpctrain.planner.planned_run import Image, PlannedRun, prepare
 from hpctrain.planner.program.step_program import predict
 from hpctrain.planner.search.search import UNCERTAIN_SHARE, SearchResult, search, short_seconds

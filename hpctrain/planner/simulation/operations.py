@@ -23,10 +23,10 @@ from hpctrain.averaging.collective_schedule import (
     dependencies,
 )
 from hpctrain.averaging.slicing import Compression, Slice, layer_slices
-from hpctrain.planner.costs.collective_costs import CollectiveStage, MessageCosts
+from hpctrain.planner.costs.collective_costs import CollectiveStage, GroupPlacement, MessageCosts
 from hpctrain.planner.costs.machine import Machine
 from hpctrain.planner.simulation.resources import EventLoop
-from hpctrain.planner.simulation.tasks import AveragedGroup, GroupPlacement
+from hpctrain.planner.simulation.tasks import AveragedGroup
 from hpctrain.planner.simulation.transfers import StageTransfer
 
 _SQUARES_BYTES = 16  # per parameter: two numbers of 8 bytes

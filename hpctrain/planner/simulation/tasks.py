@@ -13,6 +13,7 @@ from hpctrain.averaging.collective_schedule import CollectiveSchedule, LocalEven
 from hpctrain.averaging.sixteen_bits import Rounding
 from hpctrain.comm.groups import Levels
 from hpctrain.comm.progress_mode import ProgressMode
+from hpctrain.planner.costs.collective_costs import GridPlacements, GroupPlacement
 from hpctrain.trace.time_table import TimeTable
 from hpctrain.trace.tracer import Category, Events
 
@@ -112,43 +113,6 @@ class StepMessage:
 
 
 Task = Compute | Happens | NeedsParameters | BeginExchange | EndExchange | Merge | EndBackward | StepMessage
-
-
-@dataclass(frozen=True)
-class GroupPlacement:
-    """Placement of a group's ranks on nodes.
-
-    Attributes:
-        ranks: number of ranks of the group.
-        nodes: number of nodes with ranks of the group.
-        per_node: maximum number of ranks of the group on one node.
-        alike: number of groups of this kind with ranks on the same node, including this group; these groups use the node's links
-            at the same time.
-    """
-
-    ranks: int
-    nodes: int
-    per_node: int
-    alike: int = 1
-
-
-@dataclass(frozen=True)
-class GridPlacements:
-    """Placements on a grid of Pr x Pc ranks.
-
-    Attributes:
-        all_ranks: placement of the whole grid.
-        split: placement of the Pr ranks that share samples.
-        data: placement of the Pc ranks with the same weights.
-    """
-
-    all_ranks: GroupPlacement
-    split: GroupPlacement
-    data: GroupPlacement
-
-    def of(self, ranks: str) -> GroupPlacement:
-        """Return the placement of "all", "split" or "data", the names of groups in `BatchNormSpec.merge`."""
-        return {"all": self.all_ranks, "split": self.split, "data": self.data}[ranks]
 
 
 @dataclass(frozen=True)

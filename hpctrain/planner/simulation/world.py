@@ -10,10 +10,11 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 from hpctrain.core.errors import ConfigError
+from hpctrain.planner.costs.collective_costs import GroupPlacement
 from hpctrain.planner.costs.machine import Machine
 from hpctrain.planner.simulation.operations import Meetings, SimulatedGroup
 from hpctrain.planner.simulation.resources import Cores, EventLoop, SharedResource
-from hpctrain.planner.simulation.tasks import GroupPlacement, RankClass, StepProgram
+from hpctrain.planner.simulation.tasks import RankClass, StepProgram
 
 #: maximum number of ranks that are simulated one by one
 MOST_SINGLE_RANKS = 512

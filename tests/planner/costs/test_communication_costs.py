@@ -22,6 +22,7 @@ from hpctrain.parallel.layout import Layout
 from hpctrain.parallel.moves import RedistributeSpec, ReduceScatterSpec, moved, moved_back
 from hpctrain.planner.costs.collective_costs import (
     CollectiveStage,
+    GroupPlacement,
     Kind,
     MessageCosts,
     grid_placements,
@@ -32,7 +33,6 @@ from hpctrain.planner.costs.machine import Link, LinkSegment, Machine
 from hpctrain.planner.costs.operator_work import is_move, move_traffic
 from hpctrain.planner.job import AveragerChoice
 from hpctrain.planner.search.averaging_costs import AveragedParts, AveragingCosts, LinearSize
-from hpctrain.planner.simulation.tasks import GroupPlacement
 from tests.support.simulated import machine_of
 
 ALPHA, BETA = 3e-6, 1 / 5e9

@@ -20,7 +20,7 @@ from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
 from hpctrain.parallel.partition_graph import partition_graph
 from hpctrain.planner.costs.compute_costs import product_key
 from hpctrain.planner.costs.machine import OperatorClass, OperatorRate
-from hpctrain.planner.costs.operator_times import OperatorTimes
+from hpctrain.planner.costs.operator_times import OperatorTimes, setting_here
 from hpctrain.planner.costs.operator_work import FactorProduct, OperatorWork, products_of, time_product
 from hpctrain.planner.job import Candidate, Job
 from hpctrain.planner.measure import calibration
@@ -34,7 +34,6 @@ from hpctrain.planner.measure.program_timing import (
     fake_mergers,
     keys_of,
     rank_programs,
-    setting_here,
     typical,
 )
 from hpctrain.planner.program.step_program import times_of

@@ -14,11 +14,11 @@ from hpctrain.averaging.slicing import Slice
 from hpctrain.comm.progress_mode import ProgressMode
 from hpctrain.core.errors import ConfigError
 from hpctrain.planner.costs import collective_costs
-from hpctrain.planner.costs.collective_costs import CollectiveStage
+from hpctrain.planner.costs.collective_costs import CollectiveStage, GridPlacements
 from hpctrain.planner.costs.machine import OperatorClass, OperatorRate
 from hpctrain.planner.simulation.operations import Posted, group_tasks
 from hpctrain.planner.simulation.processes import EventRecorder, SimulatedProcess, Stretch
-from hpctrain.planner.simulation.tasks import AveragedGroup, GridPlacements, RankClass, StepProgram
+from hpctrain.planner.simulation.tasks import AveragedGroup, RankClass, StepProgram
 from hpctrain.planner.simulation.world import MOST_PLACES, MOST_SINGLE_RANKS, SimulatedWorld, class_of_ranks, places
 from hpctrain.trace.time_table import tabulate
 from hpctrain.trace.tracer import Category
