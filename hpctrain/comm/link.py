@@ -86,14 +86,18 @@ def calibrate(comm: Communicator, progress: ProgressEngine) -> LinkModel:
     The measurement takes a few tens of milliseconds on a fast network, and half a second at 0.5 Gb/s. Alpha includes the overhead
     of the installed collectives, and beta the sharing of a node's link. With one rank, both are zero. Collective; at set-up only.
     """
-    if comm.size == 1:
+    link: LinkModel = comm.broadcast_object(fitted(comm.size, lambda elements: _pair_seconds(comm, progress, elements)))
+    return link
+
+
+def fitted(ranks: int, pair_seconds: Callable[[int], float]) -> LinkModel:
+    """Return the link on which a reduce-scatter and an allgather of float32 pieces take `pair_seconds(elements)` together."""
+    if ranks == 1:
         return LinkModel(0.0, 0.0)
-    (small, small_seconds), (large, large_seconds) = (_half_pair(comm, progress, size) for size in (_SMALL_BYTES, _LARGE_BYTES))
-    others = comm.size - 1
-    beta = max(0.0, large_seconds - small_seconds) / (others * (large - small))
-    alpha = max(0.0, small_seconds / others - small * beta)
-    measured: tuple[float, float] = comm.broadcast_object((alpha, beta))
-    return LinkModel(*measured)
+    small, large = (max(1, whole_bytes // 4 // ranks) for whole_bytes in (_SMALL_BYTES, _LARGE_BYTES))
+    small_seconds, large_seconds = (pair_seconds(elements) / 2 for elements in (small, large))
+    beta = max(0.0, large_seconds - small_seconds) / ((ranks - 1) * 4 * (large - small))
+    return LinkModel(max(0.0, small_seconds / (ranks - 1) - 4 * small * beta), beta)
 
 
 def measure_operation_seconds(comm: Communicator, progress: ProgressEngine) -> float:
@@ -133,12 +137,8 @@ def _burst_seconds(comm: Communicator, progress: ProgressEngine, count: int) -> 
     return progress.now() - begin
 
 
-def _half_pair(comm: Communicator, progress: ProgressEngine, whole_bytes: int) -> tuple[int, float]:
-    """Return the bytes of a rank's piece, and half the median time of a reduce-scatter and an allgather of `whole_bytes`.
-
-    The first pair is a warm-up and is not counted.
-    """
-    elements = max(1, whole_bytes // 4 // comm.size)
+def _pair_seconds(comm: Communicator, progress: ProgressEngine, elements: int) -> float:
+    """Return the median time of a reduce-scatter and an allgather; the first pair is a warm-up."""
     counts = [elements] * comm.size
     buffer, piece = np.zeros(sum(counts), np.float32), np.zeros(elements, np.float32)
 
@@ -152,7 +152,7 @@ def _half_pair(comm: Communicator, progress: ProgressEngine, whole_bytes: int) -
         wait(comm.ireduce_scatter(buffer, piece, counts))
         wait(comm.iallgather(None, buffer, counts))
         seconds.append(progress.now() - begin)
-    return piece.nbytes, median(seconds[1:]) / 2
+    return median(seconds[1:])
 
 
 Wait = Callable[[Handle, str], None]

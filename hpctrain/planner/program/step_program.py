@@ -25,7 +25,7 @@ from hpctrain.averaging.slicing import layer_slices
 from hpctrain.backend.graph import Graph
 from hpctrain.backend.specs import BatchNormSpec, item_bytes, parameter_dtype
 from hpctrain.comm.groups import Levels
-from hpctrain.comm.link import LinkModel
+from hpctrain.comm.link import LinkModel, fitted
 from hpctrain.core.intervals import ShardsOfRank, even
 from hpctrain.nn.network import ALL, MODEL
 from hpctrain.nn.parameter import GroupLayout
@@ -263,9 +263,6 @@ def _arriving(schedule: CollectiveSchedule, batch: int, samples: int) -> int:
     return total
 
 
-_SMALL_BYTES, _LARGE_BYTES = 1 << 10, 1 << 20  # sizes of the buffers of `comm.link.calibrate`
-
-
 def times_of(tasks: Sequence[Task], group: str, layout: GroupLayout) -> Times:
     """Return the seconds of computation from the beginning of a step to each event, without waits, as `StepClock` measures them.
 
@@ -297,23 +294,14 @@ def times_of(tasks: Sequence[Task], group: str, layout: GroupLayout) -> Times:
 
 def link_model(machine: Machine, placement: GroupPlacement, levels: Levels | None) -> LinkModel:
     """Return the link that `comm.link` would measure, from a reduce-scatter and an allgather of two sizes."""
-    if placement.ranks == 1:
-        return LinkModel(0.0, 0.0)
-    (small, small_seconds), (large, large_seconds) = (
-        _half_pair(machine, placement, levels, size) for size in (_SMALL_BYTES, _LARGE_BYTES)
-    )
-    others = placement.ranks - 1
-    beta = max(0.0, large_seconds - small_seconds) / (others * (large - small))
-    operation_seconds = (machine.between if placement.nodes > 1 else machine.within).operation_seconds
-    return LinkModel(max(0.0, small_seconds / others - small * beta), beta, operation_seconds)
 
+    def pair_seconds(elements: int) -> float:
+        pair = (OperationKind.REDUCE_SCATTER, OperationKind.ALLGATHER)
+        n_bytes = 4 * elements * placement.ranks
+        return sum(unhindered_seconds(stages(machine, kind, n_bytes, placement, levels)) for kind in pair)
 
-def _half_pair(machine: Machine, placement: GroupPlacement, levels: Levels | None, whole_bytes: int) -> tuple[int, float]:
-    """Return (bytes of a rank's piece, half the time of a reduce-scatter and an allgather of about `whole_bytes` bytes)."""
-    piece = 4 * max(1, whole_bytes // 4 // placement.ranks)
-    pair = (OperationKind.REDUCE_SCATTER, OperationKind.ALLGATHER)
-    seconds = sum(unhindered_seconds(stages(machine, kind, piece * placement.ranks, placement, levels)) for kind in pair)
-    return piece, seconds / 2
+    link = fitted(placement.ranks, pair_seconds)
+    return replace(link, operation_seconds=(machine.between if placement.nodes > 1 else machine.within).operation_seconds)
 
 
 _HEAD = 6  # number of values in the step's message without batch statistics and checksums

@@ -16,14 +16,12 @@ from typing import Any
 from hpctrain.backend import specs as dtypes
 from hpctrain.backend.graph import Graph, GraphBuilder, Node
 from hpctrain.backend.specs import BatchNormSpec, Conv2dSpec, LinearSpec, TensorSpec
-from hpctrain.comm.base import SingleCommunicator
-from hpctrain.comm.progress import ProgressEngine
 from hpctrain.core.intervals import shape_of
 from hpctrain.nn.compile.plan import Action, PlannedStep
 from hpctrain.nn.compile.steps import Steps, make_steps
 from hpctrain.parallel import layout
 from hpctrain.parallel.layout import Layout
-from hpctrain.parallel.moves import RedistributeSpec, ReduceScatterSpec, SplitGroup, transfer
+from hpctrain.parallel.moves import RedistributeSpec, ReduceScatterSpec, SplitGroup, transfer, unused_group
 from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
 from hpctrain.parallel.plan_report import STATISTIC_BYTES
 from hpctrain.parallel.sharding_rules import OperatorSharding, SplitContext, shard
@@ -122,7 +120,7 @@ class SegmentCosts:
         self.placements = grid_placements(machine, plan.rows, plan.cols)
         self._context = SplitContext(of_pass, plan.image_tiles)
         self._rank = 1 if plan.rows > 2 else 0
-        self._group = SplitGroup(SingleCommunicator("split"), ProgressEngine(rank=0, deadline_seconds=1.0, abort=_never))
+        self._group = unused_group()
         self._known: dict[Hashable, SegmentCost] = {}
         self._output = self.graph.output
 
@@ -324,7 +322,3 @@ def _nameless(node: Node) -> Hashable:
 def _kept_bytes(step: PlannedStep) -> int:
     n_bytes = 0 if step.is_view or step.in_place or step.recomputes_output else step.operator.output.bytes
     return n_bytes + step.operator.saved_bytes
-
-
-def _never(code: int) -> None:
-    raise AssertionError(f"a group for planning was aborted with code {code}")
