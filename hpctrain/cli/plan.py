@@ -21,12 +21,10 @@ from hpctrain.core.errors import ConfigError
 from hpctrain.core.text import echo, echo_block
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from hpctrain.comm.link import LinkModel
     from hpctrain.config.schema import Config
     from hpctrain.planner.planned_run import PlannedRun
-    from hpctrain.planner.search.configured_search import PlannedSearch, SimulatedPoint, SimulatedStudy
+    from hpctrain.planner.search.configured_search import PlannedSearch
 
 
 ELLIPSIS = "..."
@@ -344,7 +342,12 @@ def simulate(
         classes=classes,
     )
     points = configured_search.run(study)
-    _print(study, points, as_json=as_json)
+    if as_json:
+        echo_block(json.dumps(configured_search.facts(study, points), indent=1))
+    else:
+        from hpctrain.cli import simulation_tables
+
+        simulation_tables.print_scaling(study, points)
     if trace is not None:
         echo(configured_search.write_trace(trace, points[len(ranks) - 1], study.title), err=as_json)
     if png is not None:
@@ -362,16 +365,6 @@ def _configs(file: Path, overrides: tuple[str, ...], averagers: tuple[str, ...])
         check_names(config, source)
         configs[averager or config.averager.name] = config
     return configs
-
-
-def _print(study: SimulatedStudy, points: Sequence[SimulatedPoint], *, as_json: bool) -> None:
-    from hpctrain.cli import simulation_tables
-    from hpctrain.planner.search import configured_search
-
-    if as_json:
-        echo_block(json.dumps(configured_search.facts(study, points), indent=1))
-    else:
-        simulation_tables.print_scaling(study, points)
 
 
 _RANKS = click.option(

@@ -36,13 +36,12 @@ from hpctrain.job.session import StartedJob
 from hpctrain.nn.layers import Layer
 from hpctrain.optim.base import Optimizer
 from hpctrain.optim.optimizers import OPTIMIZERS
-from hpctrain.planner import planned_run
 from hpctrain.planner.costs import machine_file
 from hpctrain.planner.costs.compute_costs import ComputeCosts, MeasuredCosts, RateCosts
 from hpctrain.planner.costs.machine import Machine
 from hpctrain.planner.job import Candidate, Job
 from hpctrain.planner.measure.measurement import measured, measured_times
-from hpctrain.planner.planned_run import Image, PlannedRun, prepare
+from hpctrain.planner.planned_run import Image, PlannedRun, of_network, prepare
 from hpctrain.planner.program.step_program import predict
 from hpctrain.planner.search.configured_search import with_candidate
 from hpctrain.planner.search.search import SearchChoice, search
@@ -169,7 +168,7 @@ class Automatic:
             check_types(Automatic, vars(self), model='hpctrain.model("small")', image_shape="(28, 28, 1), for example")
             chosen = make_backend(self.backend, self.dtype, self.precision, NodePlace(started.world.size))
             optimizer = optimizer_of(self.optimizer)()
-            return planned_run.of_network(
+            return of_network(
                 self.model,
                 self.image_shape,
                 chosen.kernels,

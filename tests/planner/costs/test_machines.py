@@ -17,7 +17,6 @@ from hpctrain.core.errors import ConfigError
 from hpctrain.planner.costs import machine_file
 from hpctrain.planner.costs.machine import Link, LinkSegment, Machine, OperatorClass, OperatorRate, seconds_with_threads
 from hpctrain.planner.measure import calibration, link_measurement
-from hpctrain.planner.measure import link_measurement as link_fit
 from hpctrain.planner.measure.calibration import RankFacts, calibrate
 from hpctrain.planner.measure.link_measurement import SIZES, LinkProbe, MessagePoint
 from hpctrain_testing.virtual.communicator import ThreadCommunicator
@@ -89,7 +88,6 @@ def test_messages_that_are_longer_than_those_that_move_in_chunks_are_passed() ->
 TOP = Path(__file__).parents[3]
 NAMES = sorted(path.stem for path in (TOP / "configs" / "machines").glob("*.yaml"))
 TEXT = (TOP / "configs" / "machines" / "xc40.yaml").read_text()
-NODES = "nodes: {value: 1630, source: compute nodes of Cori Phase I as NERSC published them}"
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -270,57 +268,6 @@ def test_a_machine_is_written_to_a_file(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["copy.yaml"]
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "sentence"),
-    [
-        (NODES, "", 'The key "nodes" is missing: Number of nodes'),
-        (
-            NODES,
-            "nodes: {value: -3, source: mine}",
-            "m.yaml:4: nodes is -3, but must be at least 1; the nearest legal value is 1.",
-        ),
-        (NODES, "nodes: {value: many, source: mine}", "m.yaml:4: nodes is many, but must be an integer."),
-        (NODES, "nodes: {value: 1.5, source: mine}", "m.yaml:4: nodes is 1.5, but must be an integer."),
-        (NODES, "nodes: 3", "m.yaml:4: nodes has no source; write {value: ..., source: ...}"),
-        (NODES, "nodes: {value: 3, source: ''}", "m.yaml:4: nodes has no source"),
-        (NODES, "node: {value: 3, source: mine}", 'Unknown key "node"; the nearest is "nodes"'),
-        (
-            "alpha_seconds: 0.6e-6",
-            "alpha_seconds: -1.0",
-            "m.yaml:13: within.segments.0.alpha_seconds is -1.0, but must be at least 0",
-        ),
-        ("alpha_seconds: 0.6e-6, ", "", 'The key "within.segments.0.alpha_seconds" is missing: Time of a message'),
-        ("alpha_seconds: 0.6e-6", "alpha_seconds: .inf", "within.segments.0.alpha_seconds is .inf, but must be a finite number."),
-        ("from_bytes: 0,", "from_bytes: 1,", "must begin at 0 bytes; the nearest legal value of the first from_bytes is 0."),
-        ("from_bytes: 8192,", "from_bytes: 0,", "must be in ascending order of from_bytes."),
-        (
-            "flops_per_second: 40.0e9",
-            "flops_per_second: 0",
-            "rates.convolution.flops_per_second is 0, but must be greater than 0.",
-        ),
-        ("flops_per_second: 40.0e9", "flops_per_second: true", "is true, but must be a number."),
-        ("ranks_per_card: {value: 32", "ranks_per_card: {value: 64", "must be at most ranks_per_node, 32; the nearest legal"),
-        ("  convolution:", "  convolutoin:", 'Unknown key "rates.convolutoin"; the nearest is "convolution"'),
-        ("\nrates:", "\nnode_bytes_per_second: 1.0\nrates:", "m.yaml:30: node_bytes_per_second has no source; write {value"),
-        ("rates:", "within: 3\nrates:", 'The key "within" is given twice'),
-    ],
-)
-def test_a_fault_is_one_sentence_with_its_place(old: str, new: str, sentence: str) -> None:
-    assert old in TEXT
-    with pytest.raises(ConfigError) as fault:
-        machine_file.parse(TEXT.replace(old, new, 1), "m.yaml")
-    (line,) = str(fault.value).splitlines()
-    assert sentence in line
-    assert line.startswith("m.yaml:")
-    assert line.endswith(".")
-
-
-@pytest.mark.parametrize("text", ["", "3", "- a", "[]"])
-def test_what_is_no_mapping_is_no_machine(text: str) -> None:
-    with pytest.raises(ConfigError, match="A machine file must be a mapping with keys such as name, nodes and within"):
-        machine_file.parse(text, "m.yaml")
-
-
 def test_a_file_that_cannot_be_read_is_reported(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"Cannot read the machine file .* \(Is a directory\)"):
         machine_file.read(tmp_path)
@@ -345,7 +292,7 @@ def _points(
 
 
 def test_a_straight_line_is_found_again() -> None:
-    found = link_fit.link(_points(lambda n: 5e-6 + 2e-9 * n))
+    found = link_measurement.link(_points(lambda n: 5e-6 + 2e-9 * n))
     for n_bytes in (1, 100, 5000, 10**6, 10**8):
         assert message_seconds(found, n_bytes) == pytest.approx(5e-6 + 2e-9 * n_bytes, rel=1e-6)
     assert found.burst_bytes == 0
@@ -358,14 +305,14 @@ def test_two_protocols_are_two_lines_and_no_jump_is_lost() -> None:
     def seconds(n: int) -> float:
         return 1e-6 + 4e-9 * n if n < 64 << 10 else 50e-6 + 3.5e-9 * n
 
-    found = link_fit.link(_points(seconds))
+    found = link_measurement.link(_points(seconds))
     for n_bytes in SIZES:
         assert message_seconds(found, n_bytes) == pytest.approx(seconds(n_bytes), rel=1e-6)
 
 
 def test_a_disturbed_point_does_not_make_larger_messages_quicker() -> None:
     points = _points(lambda n: 1.0 if n == 4096 else 5e-6 + 2e-9 * n)
-    found = link_fit.link(points)
+    found = link_measurement.link(points)
     times = [message_seconds(found, n) for n in SIZES]
     assert times == sorted(times)
     assert times[-1] == pytest.approx(5e-6 + 2e-9 * SIZES[-1])
@@ -379,7 +326,7 @@ def test_what_passes_after_a_pause_is_found_again(burst_bytes: int, beta: float)
         return 20e-6 + beta * max(0, n - burst_bytes)
 
     points = _points(seconds, lambda n: seconds(2 * n) - seconds(n))
-    found = link_fit.link(points)
+    found = link_measurement.link(points)
     assert found.burst_bytes == pytest.approx(burst_bytes, rel=0.03)
     assert [segment.beta_seconds_per_byte for segment in found.segments] == pytest.approx([beta] * len(found.segments), rel=0.01)
     assert max(segment.alpha_seconds for segment in found.segments) < 3e-4
@@ -401,7 +348,7 @@ def test_polls_say_how_much_moves_between_them(
 ) -> None:
     point = MessagePoint(2 << 20, seconds, seconds, polls, gap, 0.0, 0.0)
     points = [MessagePoint(512, 1e-6, 1e-6, 0, gap, 0.0, 0.0), point]
-    last = link_fit.segments(points)[-1]
+    last = link_measurement.segments(points)[-1]
     assert (last.unattended_bytes, last.polls) == expected
 
 
@@ -412,7 +359,7 @@ def test_a_message_of_a_few_chunks_moves_in_its_neighbours_chunks() -> None:
         MessagePoint(512 << 10, 4e-3, 4e-3, 9, 8e-3, 0.0, 0.0),
         MessagePoint(2 << 20, 16e-3, 16e-3, 33, 32e-3, 0.0, 0.0),
     ]
-    found = link_fit.segments(points)
+    found = link_measurement.segments(points)
     assert [(one.from_bytes, one.unattended_bytes, one.polls) for one in found][:2] == [(0, None, 0), (128 << 10, 64 << 10, 1)]
 
 
@@ -428,7 +375,7 @@ def test_the_rate_of_large_messages_is_not_that_of_one_disturbed_message(
 
     points = _points(seconds, lambda n: seconds(2 * n) - seconds(n))
     points[-1] = replace(points[-1], seconds=slower * points[-1].seconds, next_seconds=slower_next * points[-1].next_seconds)
-    fitted = link_fit.link(points)
+    fitted = link_measurement.link(points)
     assert fitted.burst_bytes == pytest.approx(500_000, rel=0.15)  # of 4 MB, of which 1.5 % are 60,000 bytes
     assert fitted.segments[-1].beta_seconds_per_byte == pytest.approx(8e-9, rel=within)
 
@@ -460,7 +407,7 @@ def test_a_modelled_link_is_found_again_and_all_ranks_know_it(ranks: int) -> Non
     for point in results[0]:
         assert point.seconds == pytest.approx(50e-6 + 8e-9 * point.n_bytes, rel=0.01)
         assert point.polls == 0 or point.n_bytes >= 16 << 10
-    assert message_seconds(link_fit.link(results[0]), 100_000) == pytest.approx(50e-6 + 8e-9 * 100_000, rel=0.01)
+    assert message_seconds(link_measurement.link(results[0]), 100_000) == pytest.approx(50e-6 + 8e-9 * 100_000, rel=0.01)
 
 
 @pytest.mark.slow
