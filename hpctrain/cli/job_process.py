@@ -172,7 +172,7 @@ class ConfiguredProcess(JobProcess):
         self._log_ranks, self._smoke = log_ranks, smoke
         self._options = {"smoke": smoke, **options}
         self._trial: SmokeTrial | None = None
-        from hpctrain.job.lost_ranks import ShrinkState  # here: `hpctrain --help` loads this module and does not need it
+        from hpctrain.job.ownership import ShrinkState  # here: `hpctrain --help` loads this module and does not need it
 
         self.shrink_state, self._watch = ShrinkState(), watch
         self._config: Config | None = None
@@ -364,7 +364,7 @@ class ConfiguredProcess(JobProcess):
             continues: whether the session may continue after the loss of a rank, as configured.
         """
         from hpctrain.comm.base import raise_on_all_ranks
-        from hpctrain.job.lost_ranks import check_offered
+        from hpctrain.job.ownership import check_offered
         from hpctrain.job.same_start import check_same_code, check_same_start
         from hpctrain.job.session import Session, StartedJob
         from hpctrain.run.build import resolve

@@ -32,7 +32,7 @@ from hpctrain.core.errors import CheckpointError, HpctrainError
 from hpctrain.core.log import get_logger
 from hpctrain.core.text import counted
 from hpctrain.data.image_file import DataFacts, ImageFile, with_class_order
-from hpctrain.job.lost_ranks import RunOwnership
+from hpctrain.job.ownership import RunOwnership
 from hpctrain.job.same_start import is_trusted
 from hpctrain.job.session import Session
 from hpctrain.launch.scheduler import own_job

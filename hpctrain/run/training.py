@@ -35,7 +35,7 @@ from hpctrain.core.text import counted, echo_wrapped, loss_text, spans
 from hpctrain.flight.autopsy import different_phases
 from hpctrain.flight.recorder import RunPhase
 from hpctrain.job import flight_records
-from hpctrain.job.lost_ranks import RunOwnership, ShrinkState
+from hpctrain.job.ownership import RunOwnership, ShrinkState
 from hpctrain.job.session import Session, busy_node, cores_of_ranks, oversubscribed
 from hpctrain.launch.process_end import STOPPED
 from hpctrain.launch.scheduler import SLURM_END, age_seconds, slurm_seconds_left

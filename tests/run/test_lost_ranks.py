@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hpctrain.comm.base import SingleCommunicator
 from hpctrain.config.schema import Config, LostRankConfig
 from hpctrain.core.errors import ConfigError
-from hpctrain.job.lost_ranks import ShrinkState, check_offered
+from hpctrain.job.ownership import ShrinkState, check_offered
 from hpctrain.launch.launcher import Launcher
 from hpctrain.runs.directory import RunDirectory
 from hpctrain.training.snapshot import Position
