@@ -42,7 +42,6 @@ from hpctrain.core.errors import (
     CorruptedStateError,
     DivergedError,
     HpctrainError,
-    RankLostError,
 )
 from hpctrain.core.files import path_of
 from hpctrain.core.log import get_logger
@@ -52,7 +51,7 @@ from hpctrain.core.yaml_source import Source
 from hpctrain.flight.recorder import FlightRecorder
 from hpctrain.job import flight_records
 from hpctrain.job.same_start import check_same_program
-from hpctrain.job.session import Session, StartedJob, busy_node, on_grid
+from hpctrain.job.session import StartedJob, busy_node, on_grid
 from hpctrain.launch.launcher import detect
 from hpctrain.launch.process_end import STOPPED
 from hpctrain.launch.signals import SignalWatch, deliver_again, taken_signals
@@ -295,8 +294,6 @@ def train(
             loaded = from_mapping(config, given, refusal)
         else:
             loaded = load_config(path_of(config), tuple(given))
-        if loaded[0].on_lost_rank.shrinks:
-            raise ConfigError("on_lost_rank.action is shrink, which needs the command `hpctrain train`; set it to stop.")
         if style not in (None, *get_args(ProgressStyle)):
             raise ConfigError(f'There is no style "{style}"; {choices(str(style), get_args(ProgressStyle))}.')
         return loaded
@@ -335,7 +332,7 @@ class _CalledProcess(ConfiguredProcess):
     _first: ClassVar[tuple[Mapping[str, object], str | None] | None] = None
 
     def __init__(self, watch: SignalWatch, *, resume: bool, steps: int, on_epoch: bool) -> None:
-        super().__init__(watch, resume=resume, steps=steps, on_epoch=on_epoch)
+        super().__init__(resume=resume, steps=steps, on_epoch=on_epoch)
         self._signals = watch
 
     def end_mpi(self) -> None:
@@ -357,20 +354,20 @@ class _CalledProcess(ConfiguredProcess):
         style: ProgressStyle | None,
     ) -> tuple[RunEnd, TrainingResult, EpochCallback | None]:
         """Train, and leave no threads, messages or communicators at the end. Arguments: see `train`."""
-
-        def work(
-            session: Session, source: str | None, repeated: str | None, complete: Callable[[], None]
-        ) -> tuple[RunEnd, TrainingResult, EpochCallback | None]:
+        with _raised_or_ended(self), self.exits:
+            if not self.launcher.starts_mpi:  # no other rank writes to the run after an error of this one
+                self.exits.callback(self.ownership.release)
+            self.refuse_alone()
+            session = self.start_from(read, resume, trains=True)
             callback = None if on_epoch is None else EpochCallback(session, on_epoch)
             try:
                 end = run_training(
                     session,
                     self._signals,
-                    resume=source,
+                    resume=resume,
                     steps=steps,
                     style=style,
-                    state=self.shrink_state,
-                    complete=complete,
+                    ownership=self.ownership,
                     end_after=callback,
                     in_program=True,
                 )
@@ -380,18 +377,11 @@ class _CalledProcess(ConfiguredProcess):
             outcome = end.outcome
             stopped = "steps" if outcome.steps_reached else "on_epoch" if end.reason is None else str(end.reason)
             result = stored_result(session, end.directory, outcome, stopped if outcome.stopped else None)
-            return end, result, callback
-
-        with _raised_or_ended(self), self.exits:
-            if not self.launcher.starts_mpi:  # no other rank writes to the run after an error of this one
-                self.exits.callback(self.shrink_state.ownership.release)
-            self.refuse_alone()
-            ended = self.train(read, work, resume)
-            if self.launcher.starts_mpi and self.world is not None:
+            if self.launcher.starts_mpi:
                 from hpctrain.comm import mpi
 
-                mpi.free(self.world)
-            return ended
+                mpi.free(session.world)
+            return end, result, callback
 
 
 @contextlib.contextmanager
@@ -403,7 +393,7 @@ def _raised_or_ended(process: JobProcess) -> Iterator[None]:
         try:
             yield
         except HpctrainError as error:
-            of_one = error.reported_by is None or isinstance(error, CommunicationTimeoutError | RankLostError)
+            of_one = error.reported_by is None or isinstance(error, CommunicationTimeoutError)
             if of_one and not alone:
                 raise
             alike = error

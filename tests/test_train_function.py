@@ -323,7 +323,10 @@ def test_a_path_with_overrides_and_a_number_of_steps(
         ),
         ({"resume": True}, 'resume is True, but must be a path or None; use "auto", "best" or the path of a run.'),
         ({"model": object}, "A configuration has numbers, strings, lists and mappings, but a value is <class 'object'>"),
-        ({"on_lost_rank": "shrink"}, "needs the command `hpctrain train`"),
+        (
+            {"on_lost_rank": "shrink"},
+            'The key "on_lost_rank" was removed; leave it out, and start the training by `hpctrain run`',
+        ),
         ({"threads": 1000}, "threads is 1000"),
     ],
 )

@@ -26,7 +26,7 @@ from typing import Any
 import click
 
 from hpctrain.core import log, user_code
-from hpctrain.core.errors import HpctrainError, LaunchError, RankLostError
+from hpctrain.core.errors import HpctrainError, LaunchError
 from hpctrain.core.text import choices, colours, counted, escaped, size_text, synonyms, wrapped
 from hpctrain.core.text import sentence as sentence_of
 from hpctrain.flight.start_records import hint
@@ -216,7 +216,7 @@ def user_errors_end_in_sentences(
         if not _is_reported_by_another(error, in_job=rank is not None):
             for sentence in sentences:
                 _say(sentence, rank)
-        _leave(abort, BUG if isinstance(error, RankLostError) else USER_ERROR)  # BUG: another start may succeed
+        _leave(abort, USER_ERROR)
 
 
 @contextlib.contextmanager

@@ -1,35 +1,32 @@
 """A process of a job, from its launcher to its end.
 
-`JobProcess` is any process of a job. `ConfiguredProcess` has a configuration, and makes a session. If ranks are lost and the
-configuration allows it, it makes a new session over the remaining ranks. This module imports no NumPy, as the number of threads
-must be set before NumPy loads. The order of the start is in `start.py`.
+`JobProcess` is any process of a job. `ConfiguredProcess` has a configuration, and makes a session. This module imports no NumPy,
+as the number of threads must be set before NumPy loads. The order of the start is in `start.py`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import gc
 import os
 import platform
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn, TypeVar
+from typing import TYPE_CHECKING, NoReturn
 
 from hpctrain.cli.arguments import NONE, begin_log, load_config
 from hpctrain.cli.start import start_job
 from hpctrain.core import log, user_code
-from hpctrain.core.errors import HpctrainError, LaunchError, RankLostError
+from hpctrain.core.errors import HpctrainError, LaunchError
 from hpctrain.core.log import get_logger
 from hpctrain.flight import start_records
 from hpctrain.flight.recorder import FlightRecorder
-from hpctrain.launch import keeper, shared_segments
+from hpctrain.launch import shared_segments
 from hpctrain.launch.launcher import Launcher, detect, lone_fault
 from hpctrain.launch.process_end import End
 from hpctrain.launch.process_start import forgive_writes
-from hpctrain.launch.signals import SignalWatch
 from hpctrain.launch.threads import ThreadPlan, check_fork, set_threads
 from hpctrain.version import __version__
 
@@ -40,7 +37,6 @@ if TYPE_CHECKING:
     from hpctrain.config.schema import Config
     from hpctrain.core.yaml_source import Source
     from hpctrain.job.session import Session
-    from hpctrain.run.smoke import SmokeTrial
 
 
 #: time limit for all ranks to end MPI
@@ -54,7 +50,6 @@ class JobProcess:
         world: communicator of all ranks; None until `start_world`.
         flight: flight record of the process.
         exits: callbacks that run when the run is over.
-        watched: part of `exits` that belongs to the current world, such as its heartbeat.
     """
 
     def __init__(self, launcher: Launcher) -> None:
@@ -63,7 +58,7 @@ class JobProcess:
         self.launcher = launcher
         self.world: Communicator | None = None
         self.flight: FlightRecorder = start_records.taken()
-        self.exits, self.watched = contextlib.ExitStack(), contextlib.ExitStack()
+        self.exits = contextlib.ExitStack()
         self._removed = shared_segments.Removed()
 
     def rank(self) -> int:
@@ -107,8 +102,7 @@ class JobProcess:
         """Start the heartbeat that watches this process. Collective over `world`."""
         from hpctrain.job.flight_records import watched
 
-        self.exits.push(self.watched)  # undone before the callbacks that were registered earlier
-        self.watched.enter_context(watched(self.flight, world, deadline_seconds))
+        self.exits.enter_context(watched(self.flight, world, deadline_seconds))
 
     def started(self, progress: ProgressEngine) -> None:
         """Add all ranks' flight records to the engine's deadline errors, and log the number of removed segments."""
@@ -144,54 +138,30 @@ _log = get_logger(__name__)
 #: deadline of waits if the configuration could not be read
 DEADLINE_SECONDS = 300.0
 
-Result = TypeVar("Result")
-#: callback that trains over a session. Arguments: session; source to resume from, or None; run whose averaging is repeated, or
-#: None; callback to call once the training is complete.
-Training = Callable[["Session", str | None, str | None, Callable[[], None]], Result]
-
 
 class ConfiguredProcess(JobProcess):
     """Process of a configured job.
 
     Args:
-        watch: watch of the process's signals; it receives the rank's new number after a loss.
         log_ranks: value of --log-ranks; see `begin_log`.
         smoke: whether sessions are short trials of the configuration.
         options: options of the command; they must be equal on all ranks.
 
     Attributes:
-        world: communicator of all ranks once MPI has started, later of the remaining ranks.
-        shrink_state: state that persists when ranks are lost.
-        flight: flight record of the process in the current world.
+        ownership: ownership of the run that this process trains.
     """
 
-    def __init__(
-        self, watch: SignalWatch | None = None, log_ranks: str = NONE, *, smoke: bool = False, **options: object
-    ) -> None:
+    def __init__(self, log_ranks: str = NONE, *, smoke: bool = False, **options: object) -> None:
         super().__init__(detect(os.environ))
         self._log_ranks, self._smoke = log_ranks, smoke
         self._options = {"smoke": smoke, **options}
-        self._trial: SmokeTrial | None = None
-        from hpctrain.job.ownership import ShrinkState  # here: `hpctrain --help` loads this module and does not need it
+        from hpctrain.job.ownership import RunOwnership  # here: `hpctrain --help` loads this module and does not need it
 
-        self.shrink_state, self._watch = ShrinkState(), watch
+        self.ownership = RunOwnership()
         self._config: Config | None = None
         self._prepared: tuple[Config, ThreadPlan] | HpctrainError = HpctrainError("No configuration was read yet.")
-        self._asked_at_end = False  # whether this rank reached the end of the run and agreed with the others
         self._revision: Mapping[str, object] = {}
         self._device_messages: str | None = None
-
-    def end_mpi(self) -> None:
-        if not self.shrink_state.shrunk:  # MPI cannot always end after a loss: see `leave`
-            super().end_mpi()
-
-    def leave(self, code: int) -> NoReturn:
-        if self.shrink_state.shrunk and self.world is not None:
-            from hpctrain.comm import mpi
-
-            keeper.current_keeper().finished()
-            mpi.leave(self.world, code)
-        super().leave(code)
 
     def refuse_alone(self) -> None:
         """Raise if this process would train alone although its job was allocated several ranks.
@@ -213,87 +183,17 @@ class ConfiguredProcess(JobProcess):
         """
         return self.start_from(partial(load_config, file, overrides), resume, repeated)
 
-    def start_from(self, read: ReadConfig, resume: str | None = None, repeated: str | None = None) -> Session:
-        """Start with the configuration that `read` returns. `read` may set the threads and load NumPy."""
-        start_job(self, read)
-        return self._session(resume, repeated)
-
-    def train(self, read: ReadConfig, work: Training[Result], resume: str | None, repeated: str | None = None) -> Result:
-        """Return the result of `work`. If ranks are lost and the configuration allows it, start again on the remaining ranks.
+    def start_from(
+        self, read: ReadConfig, resume: str | None = None, repeated: str | None = None, *, trains: bool = False
+    ) -> Session:
+        """Start with the configuration that `read` returns. `read` may set the threads and load NumPy.
 
         Args:
-            read: as for `start_from`.
-            work: callback that trains; see `Training`.
             resume, repeated: as for `start`.
+            trains: whether to load the modules of a training.
         """
-        start_job(self, read, trains=True)
-        while True:
-            try:
-                return self._attempt(work, resume, repeated)
-            except RankLostError as error:
-                if self._config is None or not self._continues():
-                    raise
-                self.flight.ended(End.CONTINUED, str(error))
-            except HpctrainError as error:
-                if self.shrink_state.lost:  # the loss caused the error and was not reported yet; another start may succeed
-                    raise RankLostError(
-                        f"{self.shrink_state.loss()}, and without it the run cannot continue.\n{error}"
-                    ) from error
-                raise
-            self.watched.close()
-            repeated = None
-            self._shrink(self._config)
-
-    def _attempt(self, work: Training[Result], resume: str | None, repeated: str | None) -> Result:
-        if self.shrink_state.shrunk:
-            self.shrink_state.agree(self._joined)
-            resume = self.shrink_state.resume(resume)
-        return work(self._session(resume, repeated, continues=True), resume, repeated, self._complete)
-
-    def _continues(self) -> bool:
-        """Return whether the job can continue after the loss of a rank. Configuration, launcher and MPI must allow this."""
-        from hpctrain.comm import mpi
-
-        shrinks = self._config is not None and self._config.on_lost_rank.shrinks
-        return shrinks and self.launcher.starts_mpi and mpi.goes_on_without_lost_ranks()
-
-    def _complete(self) -> None:
-        """Check that no rank was lost at the end of the run, if the job can continue without lost ranks. Collective.
-
-        Raises:
-            RankLostError: a rank was lost.
-        """
-        from hpctrain.comm import mpi
-
-        self._asked_at_end = self._continues()
-        if self._asked_at_end and not mpi.all_done(self._joined, done=True):
-            raise RankLostError("A rank was lost at the end of the run; restart with --resume.")
-
-    def _shrink(self, config: Config) -> None:
-        """Change to a world of the remaining ranks. Collective over them."""
-        from hpctrain.comm import mpi
-
-        before, step = self._joined, self.flight.step_begun
-        self.flight = FlightRecorder()
-        if not self._asked_at_end:  # ranks agree once in each world: here or at the end of the run
-            mpi.all_done(before, done=False)
-        self._asked_at_end = False
-        self.world, lost = mpi.shrunk(before, self.flight)
-        self.shrink_state.loses(before.size, lost, step)
-        if self._watch is not None:
-            self._watch.renumber(self.world.rank)
-        gc.collect()  # replica, loaders and groups of the old world, and the errors that hold them, refer to each other
-        if self.world.size < config.on_lost_rank.least:
-            raise RankLostError(
-                f"{self.shrink_state.loss()}, which leaves {self.world.size}, "
-                f"but on_lost_rank.least is {config.on_lost_rank.least}; "
-                "start again with --resume."
-            )
-
-    @property
-    def _joined(self) -> Communicator:
-        assert self.world is not None, "MPI has started"
-        return self.world
+        start_job(self, read, trains=trains)
+        return self._session(resume, repeated)
 
     def prepare(self, read: ReadConfig) -> None:
         """Read the configuration and set the threads. An error is stored: all ranks raise it once MPI has started."""
@@ -321,8 +221,7 @@ class ConfiguredProcess(JobProcess):
         from hpctrain.config.options import filled
 
         check_names(config, source)
-        may_report = self.rank() == 0 or config.on_lost_rank.shrinks
-        if may_report and any(reporter.name == "tensorboard" for reporter in config.metrics.all_reporters):
+        if self.rank() == 0 and any(reporter.name == "tensorboard" for reporter in config.metrics.all_reporters):
             from hpctrain.training.reporters.tensorboard import tensorboard_writer
 
             tensorboard_writer()  # reports a missing package before the job starts
@@ -357,34 +256,26 @@ class ConfiguredProcess(JobProcess):
         """Configured deadline of waits; 5 minutes until the configuration is read."""
         return DEADLINE_SECONDS if self._config is None else self._config.deadline_seconds
 
-    def _session(self, resume: str | None, repeated: str | None, *, continues: bool = False) -> Session:
-        """Return a session over the current world. Collective over all ranks.
-
-        Args:
-            continues: whether the session may continue after the loss of a rank, as configured.
-        """
+    def _session(self, resume: str | None, repeated: str | None) -> Session:
+        """Return a session over the world. Collective over all ranks."""
         from hpctrain.comm.base import raise_on_all_ranks
-        from hpctrain.job.ownership import check_offered
         from hpctrain.job.same_start import check_same_code, check_same_start
         from hpctrain.job.session import Session, StartedJob
         from hpctrain.run.build import resolve
 
-        world = self._joined
+        world = self.world
+        assert world is not None, "MPI has started"
         self.watch(world, self.deadline_seconds)
         config, threads = raise_on_all_ranks(world, lambda: _given(self._prepared))
-        if continues:
-            raise_on_all_ranks(world, lambda: check_offered(config, self.launcher))
         check_same_start(world, config, leads_node=not self.launcher.local_rank, options=self._options)
         check_same_code(world)
-        if continues and config.on_lost_rank.shrinks:  # any rank may be the first one of a smaller world
-            self._revision = world.broadcast_object(self._revision)
         started = StartedJob(world, threads.threads, config.deadline_seconds)
         notes: tuple[str, ...] = ()
         if self._smoke:
             from hpctrain.run.smoke import smoke_trial
 
-            self._trial = self._trial or smoke_trial(config, started)  # the remaining ranks continue with it
-            config, notes = self._trial.config, self._trial.notes
+            trial = smoke_trial(config, started)
+            config, notes = trial.config, trial.notes
         resolved = resolve(config, started, resume, repeated)
         resolved = replace(resolved, lines=(*notes, *resolved.lines))
         session = Session.start(resolved, self.launcher, threads, world, self._revision, self.flight, self._device_messages)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import runpy
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -34,14 +34,13 @@ from hpctrain.core.errors import ConfigError
 from hpctrain.core.text import echo
 from hpctrain.flight import start_records
 from hpctrain.launch.launcher import detect
-from hpctrain.launch.process_end import FINISHED, STOPPED, USER_ERROR, flush_to_reader
+from hpctrain.launch.process_end import STOPPED, USER_ERROR, flush_to_reader
 from hpctrain.launch.signals import SignalWatch
 from hpctrain.launch.threads import set_threads
 
 if TYPE_CHECKING:
     from hpctrain.config.schema import Config
     from hpctrain.core.yaml_source import Source
-    from hpctrain.job.session import Session
     from hpctrain.training.progress_bar import PassStyle
     from hpctrain.training.reporting import ProgressStyle
 
@@ -118,45 +117,43 @@ def train(
     _check_options(resume, steps, schedule_from, compute_only=compute_only, smoke=smoke)
     watch = watch or SignalWatch()
     continued = {"resume": resume is not None, "schedule_from": schedule_from is not None}
-    job = ConfiguredProcess(watch, log_ranks, smoke=smoke, steps=steps, compute_only=compute_only, **continued)
-    if compute_only:
-        watch.end_at_once()
-
-    def work(session: Session, source: str | None, repeated: str | None, complete: Callable[[], None]) -> bool:
-        from hpctrain.run.training import run_training
-
-        end = run_training(
-            session,
-            watch,
-            resume=source,
-            steps=steps,
-            schedule_from=repeated,
-            style=style,
-            state=job.shrink_state,
-            complete=complete,
-            trial=smoke,
-        )
-        return end.reason is not None
-
+    job = ConfiguredProcess(log_ranks, smoke=smoke, steps=steps, compute_only=compute_only, **continued)
     stopped = False
     with job_ends_on_error(job.rank, job.abort, job.failed):
         job.refuse_alone()
         if compute_only:
+            watch.end_at_once()
             session = job.start(file, (*overrides, "trace=true"))
             from hpctrain.run.training import run_compute_only
 
             run_compute_only(session, steps or COMPUTE_ONLY_STEPS, style)
         else:
-            stopped = job.train(partial(load_config, file, overrides), work, resume, schedule_from)
+            session = job.start_from(partial(load_config, file, overrides), resume, schedule_from, trains=True)
+            from hpctrain.run.training import run_training
+
+            end = run_training(
+                session,
+                watch,
+                resume=resume,
+                steps=steps,
+                schedule_from=schedule_from,
+                style=style,
+                ownership=job.ownership,
+                trial=smoke,
+            )
+            stopped = end.reason is not None
         job.finish()
-    if smoke and not stopped:
-        _remove_trial(job, quiet=style == "none")
+    if smoke and not stopped and job.rank() == 0:  # no rank writes to the directory any more
+        from hpctrain.run.smoke import remove_run
+
+        message = remove_run(end.directory.path)
+        if style != "none":
+            print(message, flush=True)
     if stopped and stopped_file is not None:
         if job.rank() == 0:
             stopped_file.touch()
-        stopped = False
-    if stopped or job.shrink_state.shrunk:
-        job.leave(STOPPED if stopped else FINISHED)
+    elif stopped:
+        job.leave(STOPPED)
 
 
 def _check_options(resume: str | None, steps: int, schedule_from: str | None, *, compute_only: bool, smoke: bool) -> None:
@@ -173,16 +170,6 @@ def _check_options(resume: str | None, steps: int, schedule_from: str | None, *,
     if smoke and any(others.values()):
         option = next(name for name, given in others.items() if given)
         raise click.UsageError(f"--smoke runs a short training from its first step; leave {option} out.")
-
-
-def _remove_trial(job: ConfiguredProcess, *, quiet: bool) -> None:
-    """Remove the run directory of a successful trial on rank 0, and print it unless `quiet`. No rank writes to it any more."""
-    if job.rank() == 0 and job.shrink_state.directory is not None:
-        from hpctrain.run.smoke import remove_run
-
-        message = remove_run(job.shrink_state.directory)
-        if not quiet:
-            print(message, flush=True)
 
 
 @click.command()

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from hpctrain.core import user_code
-from hpctrain.core.errors import CommunicationTimeoutError, ConfigError, HpctrainError, RankLostError
+from hpctrain.core.errors import CommunicationTimeoutError, ConfigError, HpctrainError
 from hpctrain.core.text import counted
 from hpctrain.launch.process_end import flush_to_reader
 
@@ -338,8 +338,8 @@ def raise_on_all_ranks(comm: Communicator, work: Callable[[], T]) -> T:
     """Return the result of `work` on this rank, once all ranks are done. Collective.
 
     `work` must not communicate on `comm`. An exception that is neither an HpctrainError nor one of user code is a bug; it
-    propagates at once and ends the job. CommunicationTimeoutError and RankLostError also propagate at once, because the other
-    ranks would not answer.
+    propagates at once and ends the job. CommunicationTimeoutError also propagates at once, because the other ranks would not
+    answer.
 
     Raises:
         HpctrainError: `work` raised an HpctrainError, or user code failed, on any rank. Every rank raises the error of the lowest
@@ -349,7 +349,7 @@ def raise_on_all_ranks(comm: Communicator, work: Callable[[], T]) -> T:
     failure: HpctrainError | None = None
     try:
         result = work()
-    except (CommunicationTimeoutError, RankLostError):  # the other ranks would not answer
+    except CommunicationTimeoutError:  # the other ranks would not answer
         raise
     except HpctrainError as error:
         failure = error

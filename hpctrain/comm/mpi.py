@@ -4,12 +4,6 @@ Arrays are sent by MPI's nonblocking operations with plain datatypes and built-i
 a time, so MPI is started at thread level "serialized"; "multiple" disables fast paths in several MPI libraries. To use MPI's
 progress thread (MPICH_ASYNC_PROGRESS=1, which requires "multiple"), set MPI4PY_RC_THREAD_LEVEL=multiple. Picklable values are
 sent by buffer operations, so that they wait with the deadline; they are for start-up and shut-down only.
-
-Lost ranks: an MPI with fault tolerance (ULFM, as in Open MPI 5) continues when a rank dies (`goes_on_without_lost_ranks`). A rank
-that waits for a dead rank receives an error and stops. A rank that waits for this stopped rank, which is alive, would wait
-forever. Therefore the first rank that detects a loss revokes all its communicators, so that operations on them fail on all ranks.
-Ranks that share no other communicator with it detect the loss at the world's communicator, which all ranks test. All waits then
-raise `RankLostError`, on every rank.
 """
 
 from __future__ import annotations
@@ -22,9 +16,8 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
@@ -32,11 +25,10 @@ from hpctrain.backend.cuda.device import DeviceArray
 from hpctrain.comm.base import Array, Communicator, Handle, piece
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.comm.waiting import WaitPolicy, guard
-from hpctrain.core.errors import MissingLibraryError, RankLostError
+from hpctrain.core.errors import MissingLibraryError
 from hpctrain.core.text import spans
 from hpctrain.flight.recorder import FlightRecorder
 from hpctrain.launch import keeper
-from hpctrain.launch.launcher import keeps_job_of_lost_ranks
 from hpctrain.launch.process_end import flush_to_reader
 
 if TYPE_CHECKING:
@@ -70,148 +62,7 @@ def broadcast_object(comm: Communicator, value: Any, root: int, wait: Wait) -> A
     return value if comm.rank == root else pickle.loads(data.tobytes())
 
 
-# A poll takes a microsecond, and long waits sleep for 50 us between polls, so a loss is noticed at most some 10 ms late.
-_POLLS_OF_A_LOOK = 256
-_PAUSE_SECONDS = 1e-3
-# The launcher reports a death within milliseconds, or later if the machine is busy.
-_KNOWN_AFTER_SECONDS = 5.0
-
-
-class RevocableCommunicator(Protocol):
-    """Methods of mpi4py's communicators that the handling of lost ranks uses."""
-
-    def Get_failed(self) -> Any: ...
-
-    def Get_group(self) -> Any: ...
-
-    def Get_size(self) -> int: ...
-
-    def Iprobe(self) -> bool: ...
-
-    def Is_revoked(self) -> bool: ...
-
-    def Revoke(self) -> None: ...
-
-
-class LostRanks:
-    """Registry of the communicators derived from one world, of the operations in flight on them, and of lost ranks.
-
-    Args:
-        mpi: the module `mpi4py.MPI`.
-        world: communicator of all ranks.
-
-    Attributes:
-        error: exception type of MPI calls.
-    """
-
-    def __init__(self, mpi: Any, world: RevocableCommunicator) -> None:
-        self.error: type[Exception] = mpi.Exception
-        self._classes = (mpi.ERR_PROC_FAILED, mpi.ERR_PROC_FAILED_PENDING, mpi.ERR_REVOKED)
-        self._world = world
-        self._communicators: list[RevocableCommunicator] = [world]
-        self._in_flight: set[Handle] = set()
-        self._polls = 0
-
-    def made(self, communicator: RevocableCommunicator) -> None:
-        """Register a communicator that was derived from the world."""
-        self._communicators.append(communicator)
-
-    def begun(self, handle: Handle) -> None:
-        """Register an operation in flight. Its handle, which holds its buffers, stays alive until the operation has ended."""
-        self._in_flight.add(handle)
-
-    def ended(self, handle: Handle) -> None:
-        """Unregister an operation, which is complete or has failed."""
-        self._in_flight.discard(handle)
-
-    def polled(self) -> None:
-        """Note that an operation was tested and has not ended. Every few polls, check whether another rank has reported a loss.
-
-        Raises:
-            RankLostError: another rank has reported a loss.
-        """
-        self._polls += 1
-        if self._polls % _POLLS_OF_A_LOOK == 0 and self._world.Is_revoked():
-            self.revoke()
-            raise RankLostError(self.sentence())
-
-    def check(self, error: Exception, sleep: Callable[[float], None] = time.sleep) -> None:
-        """Raise if an MPI call failed because a rank is lost. Otherwise return, so that the caller can raise the original error.
-
-        MPI may detect the loss after the call has failed, so this method waits for it for a few seconds. All ranks that share a
-        communicator with this rank are notified of the loss.
-
-        Raises:
-            RankLostError: a rank is lost.
-        """
-        if error.Get_error_class() in self._classes or self._soon_known(sleep):  # type: ignore[attr-defined]
-            self.revoke()
-            raise RankLostError(self.sentence()) from error
-
-    def _soon_known(self, sleep: Callable[[float], None]) -> bool:
-        """Wait until MPI has detected a loss, for a limited time; return whether it has.
-
-        Before MPI detects a loss, messages to the dead rank can fail with any error.
-        """
-        for _ in range(round(_KNOWN_AFTER_SECONDS / _PAUSE_SECONDS)):
-            with contextlib.suppress(self.error):
-                self._world.Iprobe()  # gives MPI an opportunity to detect the loss
-            if self._world.Is_revoked() or self.lost():
-                return True
-            sleep(_PAUSE_SECONDS)
-        return False
-
-    def revoke(self) -> None:
-        """Revoke all communicators, so that all operations on them fail on every rank."""
-        for communicator in self._communicators:
-            if not communicator.Is_revoked():
-                communicator.Revoke()
-
-    def lost(self) -> tuple[int, ...]:
-        """Return the ranks of the world that this process has detected as lost. Other ranks may have detected more."""
-        failed, group = self._world.Get_failed(), self._world.Get_group()
-        try:
-            return tuple(sorted(failed.Translate_ranks(list(range(failed.size)), group))) if failed.size else ()
-        finally:
-            failed.Free()
-            group.Free()
-
-    def sentence(self) -> str:
-        """Return an error message for users with the lost ranks that this process has detected, and the remedy."""
-        lost = self.lost()
-        verb = "were" if len(lost) > 1 else "was"
-        return (
-            f"{named(lost)} of {self._world.Get_size()} {verb} lost because a process or a node died; start again with --resume, "
-            "or set on_lost_rank to shrink to continue without lost ranks."
-        )
-
-    def settle(self, seconds: float, sleep: Callable[[float], None] = time.sleep) -> bool:
-        """Test operations in flight on revoked communicators for at most `seconds`; return whether all have ended.
-
-        MPI may write to the buffers of an operation until it has ended.
-        """
-        end = time.monotonic() + seconds
-        while self._in_flight and time.monotonic() < end:
-            for handle in tuple(self._in_flight):
-                with contextlib.suppress(RankLostError):
-                    handle.test()
-            if self._in_flight:
-                sleep(_PAUSE_SECONDS)
-        return not self._in_flight
-
-    def unsettled(self) -> Sequence[Handle]:
-        """Return the operations that are still in flight."""
-        return tuple(self._in_flight)
-
-
-def named(ranks: Sequence[int]) -> str:
-    """Return the subject of a sentence: `Rank 2`, `Ranks 1-2`; `A rank` if the ranks are unknown."""
-    if not ranks:
-        return "A rank"
-    return f"{'Rank' if len(ranks) == 1 else 'Ranks'} {spans(ranks)}"
-
-
-def translated(comm: RevocableCommunicator, world: RevocableCommunicator) -> tuple[int, ...]:
+def translated(comm: MPI.Comm, world: MPI.Comm) -> tuple[int, ...]:
     """Return the world ranks of `comm`, in the order of `comm`. Not collective."""
     group, of_all = comm.Get_group(), world.Get_group()
     try:
@@ -297,26 +148,17 @@ class MpiHandle:
         request: MPI request of mpi4py.
         operation: name of the operation.
         buffer: buffer whose number of elements is included in messages; None: no number.
-        lost: registry of operations in flight and lost ranks; None: MPI ends a job that loses a rank.
     """
 
-    __slots__ = ("_dtype", "_elements", "_lost", "_operation", "_request")
+    __slots__ = ("_dtype", "_elements", "_operation", "_request")
     _shortest_ns: ClassVar[int] = 1 << 62
 
-    def __init__(self, request: Any, operation: str, buffer: Array | None = None, lost: LostRanks | None = None) -> None:
-        self._request, self._lost = request, lost
-        self._operation = operation
+    def __init__(self, request: Any, operation: str, buffer: Array | None = None) -> None:
+        self._request, self._operation = request, operation
         self._elements: int = 0 if buffer is None else buffer.size
         self._dtype: str = "" if buffer is None else dtype_char(buffer)
-        if lost is not None:
-            lost.begun(self)
 
     def test(self) -> bool:
-        if self._lost is not None:
-            return self._test_with_losses(self._lost)
-        return self._complete()
-
-    def _complete(self) -> bool:
         """Drive messages while MPI moves data, and return whether the operation is complete."""
         now = time.perf_counter_ns()
         for _ in range(_MOST_CALLS):
@@ -328,20 +170,6 @@ class MpiHandle:
                 break
         return False
 
-    def _test_with_losses(self, lost: LostRanks) -> bool:
-        """Test the operation if MPI continues after the loss of a rank."""
-        try:
-            complete = self._complete()
-        except lost.error as error:
-            lost.ended(self)
-            lost.check(error)
-            raise
-        if complete:
-            lost.ended(self)
-        else:
-            lost.polled()
-        return complete
-
     def __str__(self) -> str:
         return f"{self._operation} of {self._elements} {_DTYPES[self._dtype]} elements" if self._dtype else self._operation
 
@@ -349,12 +177,7 @@ class MpiHandle:
 # MPI_Abort needs the network and may hang if a link is down.
 _ABORT_SECONDS = 10.0
 
-# Operations on revoked communicators end immediately; waiting longer than this does not help.
-_SETTLE_SECONDS = 5.0
-
 _USUAL_WAITS = WaitPolicy()
-
-T = TypeVar("T")
 
 
 def world(
@@ -397,83 +220,8 @@ def _world(deadline_seconds: float, flight: FlightRecorder | None, wait_policy: 
 
     if not MPI.Is_initialized():
         MPI.Init_thread(MPI.THREAD_SERIALIZED)
-    lost = LostRanks(MPI, MPI.COMM_WORLD) if goes_on_without_lost_ranks() else None
-    try:
-        comm = MPI.COMM_WORLD.Dup()
-        return _of_world(comm, deadline_seconds, flight, wait_policy)
-    except MPI.Exception as error:
-        if lost is not None:
-            lost.check(error)
-        raise
-
-
-def _of_world(comm: MPI.Comm, deadline_seconds: float, flight: FlightRecorder | None, wait_policy: WaitPolicy) -> MpiCommunicator:
-    from mpi4py import MPI
-
-    lost = LostRanks(MPI, comm) if goes_on_without_lost_ranks() else None
-    return MpiCommunicator(comm, "world", deadline_seconds, flight, _Origin(comm, lost, wait_policy))
-
-
-def goes_on_without_lost_ranks() -> bool:
-    """Return whether the job continues when a rank dies. Call it after `world`.
-
-    This requires a launcher that does not end the job, and an MPI library that reports the loss to the other ranks.
-    """
-    from mpi4py import MPI
-
-    name, version = MPI.get_vendor()
-    return keeps_job_of_lost_ranks(os.environ) and name == "Open MPI" and version >= (5, 0, 0)
-
-
-def all_done(world: Communicator, *, done: bool) -> bool:
-    """Return whether every rank is done and none is lost, the same on all remaining ranks.
-
-    Collective; waits with the deadline.
-    """
-    assert isinstance(world, MpiCommunicator)
-    from mpi4py import MPI
-
-    with guard("An agreement of all ranks", world.deadline_seconds, rank=world.rank):
-        try:
-            return bool(world.comm.Agree(int(done)))
-        except MPI.Exception as error:
-            assert world.origin.lost is not None, "this MPI ends a job that loses a rank"
-            try:
-                world.origin.lost.check(error)
-            except RankLostError:
-                return False
-            raise
-
-
-def shrunk(world: Communicator, flight: FlightRecorder | None = None) -> tuple[MpiCommunicator, tuple[int, ...]]:
-    """Return the world of the remaining ranks, in their order, and the lost ranks. Collective over the remaining ranks.
-
-    The call waits for all remaining ranks, with the deadline. Afterwards no operation is in flight on the old world or on a part
-    of it.
-
-    Args:
-        world: the old world.
-        flight: flight recorder for object operations and splits of the new world.
-
-    Raises:
-        RankLostError: an operation in flight on the old world does not end.
-    """
-    assert isinstance(world, MpiCommunicator)
-    lost = world.origin.lost
-    assert lost is not None, "this MPI ends a job that loses a rank"
-    lost.revoke()
-    settled = lost.settle(_SETTLE_SECONDS)
-    with guard("The agreement on the remaining ranks", world.deadline_seconds, rank=world.rank):
-        comm = world.comm.Shrink()
-    if not settled:
-        verb = "were" if len(lost.lost()) > 1 else "was"
-        raise RankLostError(
-            f"{named(lost.lost())} of {world.size} {verb} lost, but on rank {world.rank} the operation "
-            f"'{lost.unsettled()[0]}' does not end and may still write to memory; start again with --resume."
-        )
-    left = translated(comm, world.comm)
-    lost_ranks = tuple(sorted(set(range(world.size)) - set(left)))
-    return _of_world(comm, world.deadline_seconds, flight, world.origin.wait_policy), lost_ranks
+    comm = MPI.COMM_WORLD.Dup()
+    return MpiCommunicator(comm, "world", deadline_seconds, flight, _Origin(comm, wait_policy))
 
 
 def free(world: Communicator) -> None:
@@ -482,18 +230,6 @@ def free(world: Communicator) -> None:
         for comm in reversed(world.origin.parts):
             comm.Free()
         world.comm.Free()
-
-
-def leave(world: Communicator, code: int) -> NoReturn:
-    """End this process once all remaining ranks have called this function. Collective. Skips Python's clean-up at exit.
-
-    MPI is not finalized, because MPI_Finalize may block forever if ranks are lost.
-    """
-    assert isinstance(world, MpiCommunicator)
-    with contextlib.suppress(RankLostError):  # another rank has already ended
-        world.wait(world.ibarrier(), "the end of all ranks")
-    flush_to_reader(0.0)
-    os._exit(code)
 
 
 def abort_job(code: int, deadline_seconds: float) -> None:
@@ -595,13 +331,11 @@ class _Origin:
 
     Attributes:
         world: MPI communicator of the world.
-        lost: registry of lost ranks, if MPI continues without them; else None.
         wait_policy: rules for the waits of object operations and splits.
         parts: MPI communicators that were split from the world, in the same order on every rank that has them.
     """
 
     world: MPI.Comm
-    lost: LostRanks | None
     wait_policy: WaitPolicy
     parts: list[MPI.Comm] = field(default_factory=list)
 
@@ -622,9 +356,7 @@ class MpiCommunicator:
         self.size: int = comm.Get_size()
         self.name = name
         self.comm, self.origin, self.deadline_seconds = comm, origin, deadline_seconds
-        self._mpi, self._lost = MPI, origin.lost
-        if self._lost is not None and comm is not origin.world:
-            self._lost.made(comm)
+        self._mpi = MPI
         self._buffers = MpiBuffers(MPI)
         self._whole = self._buffers.whole
         self.world_ranks = translated(comm, origin.world)
@@ -636,14 +368,14 @@ class MpiCommunicator:
         self._waits.wait_policy = origin.wait_policy
 
     def iallreduce(self, buffer: Array) -> Handle:
-        post = partial(self.comm.Iallreduce, self._mpi.IN_PLACE, self._whole(buffer), op=self._mpi.SUM)
-        return self._posted(post, "allreduce", buffer)
+        request = self.comm.Iallreduce(self._mpi.IN_PLACE, self._whole(buffer), op=self._mpi.SUM)
+        return MpiHandle(request, "allreduce", buffer)
 
     def ireduce_scatter(self, send: Array, recv: Array, counts: Sequence[int]) -> Handle:
         assert (len(counts), send.size, recv.size) == (self.size, sum(counts), counts[self.rank])
         assert send.dtype == recv.dtype
-        post = partial(self.comm.Ireduce_scatter, self._whole(send), self._whole(recv), list(counts), op=self._mpi.SUM)
-        return self._posted(post, "reduce-scatter", send)
+        request = self.comm.Ireduce_scatter(self._whole(send), self._whole(recv), list(counts), op=self._mpi.SUM)
+        return MpiHandle(request, "reduce-scatter", send)
 
     def iallgather(self, send: Array | None, recv: Array, counts: Sequence[int]) -> Handle:
         assert (len(counts), recv.size) == (self.size, sum(counts))
@@ -653,7 +385,7 @@ class MpiCommunicator:
             assert (send.size, send.dtype) == (counts[self.rank], recv.dtype)
             source = self._whole(send)
         buffer, datatype = self._whole(recv)
-        return self._posted(partial(self.comm.Iallgatherv, source, (buffer, list(counts), datatype)), "allgather", recv)
+        return MpiHandle(self.comm.Iallgatherv(source, (buffer, list(counts), datatype)), "allgather", recv)
 
     def ialltoall(self, send: Array, recv: Array, send_counts: Sequence[int], recv_counts: Sequence[int]) -> Handle:
         assert len(send_counts) == len(recv_counts) == self.size
@@ -663,30 +395,28 @@ class MpiCommunicator:
             piece(recv, recv_counts, self.rank)[...] = piece(send, send_counts, self.rank)
         sent = self._buffers.others_parts(not_empty(send), send_counts, self.rank)
         received = self._buffers.others_parts(not_empty(recv), recv_counts, self.rank)
-        post = partial(self.comm.Ialltoallv, sent, received)
-        return self._posted(post, "all-to-all", send)
+        return MpiHandle(self.comm.Ialltoallv(sent, received), "all-to-all", send)
 
     def ibroadcast(self, buffer: Array, root: int) -> Handle:
-        return self._posted(partial(self.comm.Ibcast, self._whole(buffer), root), f"broadcast from {root}", buffer)
+        return MpiHandle(self.comm.Ibcast(self._whole(buffer), root), f"broadcast from {root}", buffer)
 
     def ibarrier(self) -> Handle:
-        return self._posted(self.comm.Ibarrier, "barrier")
+        return MpiHandle(self.comm.Ibarrier(), "barrier")
 
     def isend(self, buffer: Array, dest: int, tag: int) -> Handle:
-        return self._posted(partial(self.comm.Isend, self._whole(buffer), dest, tag), f"send to {dest}, tag {tag},", buffer)
+        return MpiHandle(self.comm.Isend(self._whole(buffer), dest, tag), f"send to {dest}, tag {tag},", buffer)
 
     def irecv(self, buffer: Array, source: int, tag: int) -> Handle:
-        post = partial(self.comm.Irecv, self._whole(buffer), source, tag)
-        return self._posted(post, f"receive from {source}, tag {tag},", buffer)
+        return MpiHandle(self.comm.Irecv(self._whole(buffer), source, tag), f"receive from {source}, tag {tag},", buffer)
 
     def split(self, color: int | None, key: int, name: str) -> MpiCommunicator | None:
         self.wait(self.ibarrier(), f"split into {name}")  # MPI's split blocks; the barrier waits with the deadline
-        group = self._called(partial(self.comm.Split, self._mpi.UNDEFINED if color is None else color, key))
+        group = self.comm.Split(self._mpi.UNDEFINED if color is None else color, key)
         return None if group == self._mpi.COMM_NULL else self._part(group, name)
 
     def split_shared_memory(self, name: str) -> MpiCommunicator:
         self.wait(self.ibarrier(), f"split into {name}")
-        return self._part(self._called(partial(self.comm.Split_type, self._mpi.COMM_TYPE_SHARED, self.rank)), name)
+        return self._part(self.comm.Split_type(self._mpi.COMM_TYPE_SHARED, self.rank), name)
 
     def allgather_object(self, value: Any) -> list[Any]:
         return allgather_object(self, value, self.wait)
@@ -705,20 +435,3 @@ class MpiCommunicator:
     def _part(self, comm: MPI.Comm, name: str) -> MpiCommunicator:
         self.origin.parts.append(comm)
         return MpiCommunicator(comm, name, self.deadline_seconds, self._flight, self.origin)
-
-    def _posted(self, post: Callable[[], MPI.Request], operation: str, buffer: Array | None = None) -> Handle:
-        return MpiHandle(self._called(post), operation, buffer, self._lost)
-
-    def _called(self, call: Callable[[], T]) -> T:
-        """Return the result of an MPI call.
-
-        Raises:
-            RankLostError: the call failed because a rank is lost.
-        """
-        if self._lost is None:
-            return call()
-        try:
-            return call()
-        except self._lost.error as error:
-            self._lost.check(error)
-            raise

@@ -72,8 +72,6 @@ def _faults(config: Config) -> Iterator[tuple[KeyPath, str]]:
 
     if config.transport == "nccl" and _chooses_on_host(config.averager.name):
         yield ("transport",), host_choice_fault(config.averager.name)
-    if config.transport == "nccl" and config.on_lost_rank.shrinks:
-        yield ("transport",), shrink_fault()
 
 
 def transport_fault(transport: str) -> str:
@@ -92,14 +90,6 @@ def host_choice_fault(averager: str) -> str:
     return (
         f"transport is nccl, but averager {averager} chooses the elements to send on the host; set transport to auto, staged "
         "or mpi."
-    )
-
-
-def shrink_fault() -> str:
-    """Return the error message for NCCL in a run that continues without lost ranks."""
-    return (
-        "transport is nccl, whose operations do not end when a rank is lost, but on_lost_rank is shrink; set transport to "
-        "staged, or on_lost_rank to stop."
     )
 
 

@@ -12,7 +12,7 @@ from typing import Any, get_args, get_origin
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from hpctrain.config.schema import SYNTHETIC, Config, DataConfig, LostRankConfig, NonFiniteConfig, PlanConfig
+from hpctrain.config.schema import SYNTHETIC, Config, DataConfig, NonFiniteConfig, PlanConfig
 from hpctrain.config.values import AUTO, Named, OpenSection
 from hpctrain.core import user_code
 from hpctrain.core.errors import ConfigError
@@ -301,15 +301,22 @@ def _nearest_file(path: Path) -> Path | None:
 
 
 def parse(
-    text: str, label: str = "configuration", overrides: Sequence[str] = (), refusal: Refusal | None = None
+    text: str,
+    label: str = "configuration",
+    overrides: Sequence[str] = (),
+    refusal: Refusal | None = None,
+    *,
+    stored: bool = False,
 ) -> tuple[Config, Source]:
     """Return the configuration in a text; otherwise as `load`.
 
     Args:
         label: path of the file in messages.
+        stored: whether a run or checkpoint stores the text. Keys that only earlier releases had are then ignored.
     """
     data, places = read_yaml(text, label)
-    return _checked({} if data is None else data, {(): label} if data is None else places, label, overrides, refusal)
+    data, places = ({}, {(): label}) if data is None else (data, places)
+    return _checked(data, places, label, overrides, refusal, stored=stored)
 
 
 def from_mapping(
@@ -321,17 +328,47 @@ def from_mapping(
 
 
 def _checked(
-    data: Any, places: dict[KeyPath, str], label: str, overrides: Sequence[str], refusal: Refusal | None
+    data: Any,
+    places: dict[KeyPath, str],
+    label: str,
+    overrides: Sequence[str],
+    refusal: Refusal | None,
+    *,
+    stored: bool = False,
 ) -> tuple[Config, Source]:
     """Return the configuration in plain data, with overrides; otherwise as `load`."""
     for override, following in zip(overrides, (*overrides, "")[1:], strict=True):
         data = _override(data, places, override, following)
     source = Source(label, places)
+    _drop_removed(data, source, stored=stored)
     try:
         return Config.model_validate(data), source
     except ValidationError as error:
         sentences = [str(source.error(path, sentence)) for path, sentence in _faults(error, data, source, refusal)]
     raise ConfigError("\n".join(dict.fromkeys(sentences)))
+
+
+#: keys that earlier releases had -> (default, which their stored configurations contain; what to do instead)
+_REMOVED: Mapping[KeyPath, tuple[Any, str]] = {
+    ("on_lost_rank",): (
+        {"action": "stop", "least": 1},
+        "leave it out, and start the training by `hpctrain run`, which restarts it from its checkpoint without the lost node",
+    ),
+}
+
+
+def _drop_removed(data: Any, source: Source, *, stored: bool) -> None:
+    """Delete removed keys from the data if they have their default, or if an earlier release has stored them.
+
+    Raises:
+        ConfigError: a removed key has another value.
+    """
+    for path, (default, instead) in _REMOVED.items():
+        section = data
+        for key in path[:-1]:
+            section = section.get(key) if isinstance(section, dict) else None
+        if isinstance(section, dict) and section.pop(path[-1], default) != default and not stored:
+            raise source.error(path, f'The key "{dotted(path)}" was removed; {instead}.')
 
 
 def _faults(error: ValidationError, data: Any, source: Source, refusal: Refusal | None) -> Iterator[tuple[KeyPath, str]]:
@@ -423,7 +460,7 @@ def _as_mapping(data: Any, path: KeyPath, key: str, label: str) -> dict[str, Any
         return {}
     if isinstance(data, str) and section is not None and issubclass(section, Named):
         return {"name": data}
-    if isinstance(data, str) and section in (NonFiniteConfig, LostRankConfig):
+    if isinstance(data, str) and section is NonFiniteConfig:
         return {"action": data}
     if data == SYNTHETIC and section is DataConfig:
         return DataConfig.of_synthetic()

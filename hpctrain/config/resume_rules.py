@@ -76,7 +76,6 @@ RULES = (
                 "hashes",
                 "flight",
                 "on_nonfinite",
-                "on_lost_rank",
             ),
             "code",
         )

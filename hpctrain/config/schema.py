@@ -530,31 +530,6 @@ class NonFiniteConfig(Section):
         return {"action": value} if isinstance(value, str) else value
 
 
-class LostRankConfig(Section):
-    """The action if a rank dies; a plain string is the action."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", json_schema_extra=or_shorthand(_action("stop", "shrink")))
-
-    action: Literal["stop", "shrink"] = Field(
-        default="stop",
-        description="Action if a rank or node dies: end the run (stop), or continue without it from the newest checkpoint, in "
-        "the same job (shrink, experimental), which needs Open MPI 5 under mpiexec --with-ft ulfm.",
-    )
-    least: Integer = Field(
-        default=1, ge=1, le=MOST_RANKS, description="Minimum number of ranks to continue with; if fewer remain, the run ends."
-    )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _from_action(cls, value: Any) -> Any:
-        return {"action": value} if isinstance(value, str) else value
-
-    @property
-    def shrinks(self) -> bool:
-        """Whether the run continues without lost ranks."""
-        return self.action == "shrink"
-
-
 class ChecksConfig(Section):
     """Checks of the state in the memory of the ranks: parameters, running statistics and the optimiser state."""
 
@@ -664,10 +639,6 @@ class Config(Section):
     on_nonfinite: NonFiniteConfig = Field(
         default_factory=NonFiniteConfig,
         description="The action if a value is not finite: stop, skip, rollback, or a mapping of action and most.",
-    )
-    on_lost_rank: LostRankConfig = Field(
-        default_factory=LostRankConfig,
-        description="The action if a rank dies: stop, shrink, or a mapping of action and least.",
     )
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig, description="The checkpoints of a run.")
     early_stop: EarlyStopConfig = Field(

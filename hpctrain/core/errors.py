@@ -102,10 +102,6 @@ class DeadlockError(CommunicationTimeoutError):
     """Ranks wait for each other forever, detected before any deadline; the message names all waiting ranks and their partners."""
 
 
-class RankLostError(HpctrainError):
-    """A rank is lost because its process or node has died; its operations, and those that wait for it, cannot complete."""
-
-
 class CollectiveMismatchError(CommunicationTimeoutError):
     """Ranks posted different collective operations in the same place; the message names both and their lines of code."""
 

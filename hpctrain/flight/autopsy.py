@@ -420,13 +420,10 @@ _ENDS = {
     End.DEADLINE: "deadline",
     End.SIGNAL: "killed",
     End.EXITED: "exited",
-    End.CONTINUED: "continued",
     End.LAUNCHER: "launcher",
     End.CLOSED: "closed",
 }
 _NAME = re.compile(re.escape(file_name(0)).replace("00000", r"(\d{5,7})"))
-#: prefix of directories, numbered from 1, with the records before each loss of ranks
-BEFORE_LOSS = "before-loss-"
 # Largest number of damaged records that are reported one by one; the others are counted.
 _MOST_NOTES = 8
 
@@ -491,8 +488,7 @@ def find_records(directory: Path, *, operations: bool = True) -> FoundRecords:
         if damaged:
             raise DataError(f"No flight record in {directory} can be read. {damaged[0]}")
         raise DataError(f"{directory.absolute()} contains no flight records (rank-*.flight); give the directory of a run.")
-    earlier = sum(name.startswith(BEFORE_LOSS) for name in names)
-    return FoundRecords(newest(records), tuple(damaged), len(names) - len(ours) - earlier)
+    return FoundRecords(newest(records), tuple(damaged), len(names) - len(ours))
 
 
 def records_in(directory: Path, *, operations: bool = True) -> tuple[FlightRecord, ...]:

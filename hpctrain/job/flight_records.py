@@ -12,10 +12,9 @@ from hpctrain.comm.base import Communicator, on_ranks, raise_on_all_ranks
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.core.errors import DataError
 from hpctrain.core.files import link_target, path_of
-from hpctrain.flight.autopsy import BEFORE_LOSS, explanation, records_in
+from hpctrain.flight.autopsy import explanation, records_in
 from hpctrain.flight.heartbeat import Heartbeat
 from hpctrain.flight.recorder import FlightRecorder
-from hpctrain.flight.ring import file_name
 from hpctrain.job.session import Session
 from hpctrain.launch import keeper
 from hpctrain.launch.process_end import End
@@ -65,12 +64,8 @@ def _explanation(flight: FlightRecorder) -> list[str]:
     return explanation(flight.directory)
 
 
-def keep(session: Session, directory: RunDirectory, reporter: Reporter, *, shrunk: bool = False) -> None:
-    """Write this rank's record to a file if the configuration enables it. A disk error does not end the run. Collective.
-
-    Args:
-        shrunk: whether the run has lost ranks. Ranks then have new numbers, and earlier records are moved to a subdirectory.
-    """
+def keep(session: Session, directory: RunDirectory, reporter: Reporter) -> None:
+    """Write this rank's record to a file if the configuration enables it. A disk error does not end the run. Collective."""
     flight, where = session.progress.flight, session.config.flight
     wanted = flight is not None and where != NOWHERE
     # The path of a node-local directory may differ between nodes, so each rank expands the variables.
@@ -78,18 +73,15 @@ def keep(session: Session, directory: RunDirectory, reporter: Reporter, *, shrun
     target = own / directory.path.name if isinstance(own, Path) else directory.flight
     if flight is not None and not wanted:
         keep_nowhere(flight)
-    sentence = _kept(session, flight, directory, target, shrunk=shrunk) if flight is not None and wanted else None
+    sentence = _kept(session, flight, directory, target) if flight is not None and wanted else None
     tell = missing_on(session.world, sentence)
     if tell is not None:
         reporter.warn(tell)
 
 
-def _kept(session: Session, flight: FlightRecorder, directory: RunDirectory, target: Path, *, shrunk: bool) -> str | None:
+def _kept(session: Session, flight: FlightRecorder, directory: RunDirectory, target: Path) -> str | None:
     """Write this rank's record to a directory. Return an error message, or None on success. Collective."""
     where = session.config.flight
-    if shrunk:
-        leads = session.is_root if where == IN_RUN else session.grid.node.rank == 0  # other directories may be local to a node
-        raise_on_all_ranks(session.world, partial(_set_aside, target, leads=leads))
     flight.comes_after(max(session.world.allgather_object(_latest_job(target) if session.grid.node.rank == 0 else 0)))
     try:
         link_target(target.parent)  # raises an error for a link of another user
@@ -138,20 +130,3 @@ def missing_on(world: Communicator, sentence: str | None) -> str | None:
     sentences = world.allgather_object(sentence)
     ranks = [rank for rank, text in enumerate(sentences) if text is not None]
     return None if not ranks else f"{sentences[ranks[0]]}{on_ranks(ranks, world.size)}"
-
-
-def _set_aside(directory: Path, *, leads: bool) -> None:
-    """Move the records in `directory` to a new subdirectory, `before-loss-1` for the first loss. Errors are ignored.
-
-    Args:
-        leads: whether this rank moves the records; if False, the call has no effect.
-    """
-    if not leads:
-        return
-    records = list(directory.glob(file_name(0).replace("00000", "*")))
-    with contextlib.suppress(OSError):
-        number = 1 + len(list(directory.glob(f"{BEFORE_LOSS}*")))
-        below = directory / f"{BEFORE_LOSS}{number}"
-        below.mkdir()
-        for record in records:
-            record.rename(below / record.name)

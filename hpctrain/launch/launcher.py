@@ -21,9 +21,6 @@ EXPECT_RANKS = "HPCTRAIN_EXPECT_RANKS"
 #: prefixes of launchers' variables, without which MPI starts a process as a job of one rank
 _VARIABLES = ("PMI", "PALS_", "MPI_LOCAL", "OMPI_", "PRTE_", "SLURM_", "HYDRA_", "HYDI_", "MV2_")
 
-# `mpiexec --with-ft ulfm` of Open MPI sets it in the ranks.
-_FAULT_TOLERANT = "OMPI_MCA_mpi_ft_enable"
-
 # Set for each rank: the descriptor of a socket (by MPICH's process managers), or the port of a server on its node.
 _PMI_SOCKET, _SERVERS = "PMI_FD", ("PMIX_SERVER_URI", "PMI_PORT")
 _CONNECTION_VARIABLES = (_PMI_SOCKET, *_SERVERS, "PMI_CONTROL", "PMIX_", "PALS_", "FLUX_", "SLURM_STEP_ID")
@@ -138,19 +135,14 @@ def place_of(rank: int | None) -> str:
     return "" if alone and not rank else place(rank, launcher.expected_size)
 
 
-def keeps_job_of_lost_ranks(environ: Mapping[str, str]) -> bool:
-    """Return whether the launcher continues when a rank dies and notifies MPI: Open MPI's mpiexec --with-ft ulfm."""
-    return environ.get(_FAULT_TOLERANT, "0").lower() in ("1", "true", "yes", "enabled")
-
-
 def may_overlook_exit_codes(environ: Mapping[str, str]) -> bool:
     """Return whether the launcher notices a rank ended by a signal, but may miss one that exits with a code.
 
-    True for launchers that keep the job of lost ranks, and for hydra. If hydra learns of an exit before it sees the rank's
+    True for hydra. If it learns of an exit before it sees the rank's
     descriptor close, for example while it forwards a last message, it closes the descriptor itself, and keeps waiting for ranks
     that wait for the lost one.
     """
-    return keeps_job_of_lost_ranks(environ) or _detect(environ).name in _OF_HYDRA
+    return _detect(environ).name in _OF_HYDRA
 
 
 def _detect(environ: Mapping[str, str]) -> Launcher:

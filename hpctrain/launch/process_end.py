@@ -42,7 +42,6 @@ class End(IntEnum):
     DEADLINE = 3
     SIGNAL = 4
     EXITED = 5  # code of the program or a library ended the process
-    CONTINUED = 6  # the process continues: another rank was lost, and a new record begins
     LAUNCHER = 7  # by its keeper, because the launcher's process had ended or was stopped
     CLOSED = 8  # by its keeper, because the process had closed descriptors of other parts of the program
 

@@ -142,10 +142,6 @@ class SignalWatch:
         """
         self._kept = kept
 
-    def renumber(self, rank: int) -> None:
-        """Set a new rank for this process."""
-        self._rank = rank
-
     def asked(self) -> bool:
         """Return whether a signal has asked this process to stop."""
         return self.request is not None

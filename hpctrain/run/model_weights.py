@@ -134,7 +134,7 @@ def of_checkpoint(
         return _of_own_loop(content, path, name, classes, options or {}, averaged=averaged)
     if classes is not None or options:
         raise CheckpointError(f"{path} contains the options of its model; leave --classes and --option out.")
-    config = parse(str(content.meta["config"]), str(path))[0]
+    config = parse(str(content.meta["config"]), str(path), stored=True)[0]
     given = config.model.name
     if name is not None and name != given:
         raise CheckpointError(f"{path} has weights of the model {given}, not of {name}; leave --model out.")

@@ -302,7 +302,7 @@ def stored_config(content: CheckpointContent, config: Config) -> Config | None:
     None if it is no longer valid, or if it names user code that `config` does not name.
     """
     with suppress(HpctrainError):
-        stored = parse(str(content.meta["config"]))[0]
+        stored = parse(str(content.meta["config"]), stored=True)[0]
         return stored if is_trusted(stored, config) else None
     return None
 
@@ -318,7 +318,7 @@ def _values(text: str, config: Config) -> dict[str, Any]:
     name: reading a checkpoint must not import code.
     """
     with suppress(HpctrainError):
-        stored = parse(text)[0]
+        stored = parse(text, stored=True)[0]
         if is_trusted(stored, config):
             text = dump(filled(stored))
     return flat(yaml.safe_load(text))

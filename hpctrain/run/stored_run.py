@@ -27,7 +27,6 @@ FRESH = (
     "trace=false",
     "metrics={}",
     "max_time=null",
-    "on_lost_rank=stop",
     "flight=none",
 )
 
@@ -55,7 +54,7 @@ class StoredRun:
             ConfigError: an override is invalid, or the configuration names user code, which is imported only if the user names
                 it.
         """
-        config, source = parse(self.config, self.label, (*FRESH, *overrides))
+        config, source = parse(self.config, self.label, (*FRESH, *overrides), stored=True)
         from hpctrain.config.options import named, names
 
         for kind, name in named(config):

@@ -9,7 +9,7 @@ import contextlib
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -29,13 +29,12 @@ from hpctrain.core.errors import (
     CommunicationTimeoutError,
     ConfigError,
     HpctrainError,
-    RankLostError,
 )
 from hpctrain.core.text import counted, echo_wrapped, loss_text, spans
 from hpctrain.flight.autopsy import different_phases
 from hpctrain.flight.recorder import RunPhase
 from hpctrain.job import flight_records
-from hpctrain.job.ownership import RunOwnership, ShrinkState
+from hpctrain.job.ownership import RunOwnership
 from hpctrain.job.session import Session, busy_node, cores_of_ranks, oversubscribed
 from hpctrain.launch.process_end import STOPPED
 from hpctrain.launch.scheduler import SLURM_END, age_seconds, slurm_seconds_left
@@ -171,24 +170,22 @@ def run_training(
     steps: int = 0,
     schedule_from: str | None = None,
     style: ProgressStyle | None = None,
-    state: ShrinkState | None = None,
-    complete: Callable[[], None] = lambda: None,
+    ownership: RunOwnership | None = None,
     end_after: EpochCallback | None = None,
     in_program: bool = False,
     trial: bool = False,
 ) -> RunEnd:
     """Train; print the last accuracies and the path of the run's files. Collective.
 
-    From the search for a checkpoint or the creation of the run until this call returns, this job owns the run by
-    `state.ownership`, held on rank 0. No other job writes to the run meanwhile.
+    From the search for a checkpoint or the creation of the run until this call returns, this job owns the run, by an ownership
+    that rank 0 holds. No other job writes to the run meanwhile.
 
     Args:
         resume: source of the checkpoint, see `find_start`; None: start a new run.
         steps: number of steps to train; 0: no limit.
         schedule_from: run or checkpoint whose averaging is repeated (see `agree_schedules`); None: no repetition.
         style: display of the progress, see `ConsoleReporter`; "none" prints only warnings and errors.
-        state: state of a run that continues without lost ranks; None: no ranks were lost.
-        complete: callback after the run, before its end is printed; may raise.
+        ownership: ownership with which this job takes the run. None: one that only this call knows.
         end_after: callback of the program, called after each epoch on all ranks; None: there is none.
         in_program: whether a Python program is the caller. Lines on how to resume then name arguments instead of options.
         trial: whether the caller deletes the run directory if the run succeeds. The end of the run then names none of its files.
@@ -196,10 +193,10 @@ def run_training(
     Raises:
         CollectiveMismatchError: ranks have entered different phases.
     """
-    state = ShrinkState() if state is None else state
-    with state.ownership.held():
+    ownership = RunOwnership() if ownership is None else ownership
+    with ownership.held():
         request = _Request(resume, steps, schedule_from, style, end_after, in_program, trial)
-        return _run_phases(session, watch, state, request, complete)
+        return _run_phases(session, watch, ownership, request)
 
 
 @dataclass(frozen=True)
@@ -261,16 +258,14 @@ def enter(session: Session, phase: RunPhase) -> None:
         raise CollectiveMismatchError(sentence, ranks=ranks).of_all_ranks()
 
 
-def _run_phases(
-    session: Session, watch: SignalWatch, state: ShrinkState, asked: _Request, complete: Callable[[], None]
-) -> RunEnd:
+def _run_phases(session: Session, watch: SignalWatch, ownership: RunOwnership, asked: _Request) -> RunEnd:
     """Run all collective phases of a training in order, while this job owns the run."""
     enter(session, RunPhase.START)
     limit = raise_on_all_ranks(session.world, lambda: max_time(session.config.max_time, in_program=asked.in_program))
     start = None
     if asked.resume is not None:
         enter(session, RunPhase.FIND)
-        start = find_start(session, asked.resume, state.ownership)
+        start = find_start(session, asked.resume, ownership)
     enter(session, RunPhase.BUILD)
     setup = build(session, None if start is None else start.data, stop_requested=watch.asked)
     if start is None:  # a checkpoint contains the weights
@@ -285,19 +280,17 @@ def _run_phases(
         start = start.without_tensors()
     enter(session, RunPhase.OPEN)
     position = Position() if start is None else start.position
-    directory = _directory(session, setup, start, state)
+    directory = _directory(session, setup, start, ownership)
     begun = position.global_step  # training moves the position on
-    state.begins(directory, position)
-    steps = state.steps_left(asked.steps, position)
     reporter = _reporter(session, directory, asked.style, begun)
     try:
         enter(session, RunPhase.INTRODUCE)
         _introduce(session, setup, reporter, (nothing_to_choose(session.config, len(setup.loader)), limit.sentence))
-        _introduce_start(session, setup, reporter, start, asked, directory, state)
+        _introduce_start(session, setup, reporter, start, asked, directory)
         watch.keeps(partial(kept_clause, directory))
-        flight_records.keep(session, directory, reporter, shrunk=state.shrunk)
+        flight_records.keep(session, directory, reporter)
         enter(session, RunPhase.MEASURE)
-        run_accounts = _begin_accounts(session, setup, directory, reporter, _most_steps(session, setup, begun, steps))
+        run_accounts = _begin_accounts(session, setup, directory, reporter, _most_steps(session, setup, begun, asked.steps))
         enter(session, RunPhase.TAKE_UP)
         checkpoints = RunCheckpoints(session, setup, directory, reporter)
         checkpoints.take_up(start)
@@ -306,7 +299,7 @@ def _run_phases(
             setup,
             reporter,
             checkpoints.save,
-            steps=steps,
+            steps=asked.steps,
             go_back=rollback(session, setup, directory, reporter, checkpoints, start),
             stop_requested=watch.asked,
             limit=limit.limit,
@@ -314,14 +307,14 @@ def _run_phases(
             observers=(checkpoints, *run_accounts.records, *run_accounts.steps.observers),
             end_after=asked.end_after,
         )
-        outcome = _train(session, setup, trainer, checkpoints, position, nothing_left=steps < 0)
+        outcome = _train(session, setup, trainer, checkpoints, position)
         enter(session, RunPhase.REPORT)
         run_accounts.finish(outcome, begun)
         reason = _stop(session, watch, limit.reason, asked, outcome, reporter)
     finally:
         session.progress.stop_thread()
         reporter.close()
-    return _end(session, asked, RunEnd(directory, outcome, reason), checkpoints, complete)
+    return _end(session, asked, RunEnd(directory, outcome, reason), checkpoints)
 
 
 def _most_steps(session: Session, setup: TrainingSetup, done: int, steps: int) -> int:
@@ -378,22 +371,10 @@ def _begin_accounts(
     return _Accounts(session, setup, directory, reporter, steps, trace, records)
 
 
-def _train(
-    session: Session,
-    setup: TrainingSetup,
-    trainer: Trainer,
-    checkpoints: RunCheckpoints,
-    position: Position,
-    *,
-    nothing_left: bool,
-) -> Outcome:
-    """Train, evaluate the final state unless the last epoch already did, test, and wait for the last checkpoint. Collective.
-
-    Args:
-        nothing_left: whether the requested steps are done already.
-    """
+def _train(session: Session, setup: TrainingSetup, trainer: Trainer, checkpoints: RunCheckpoints, position: Position) -> Outcome:
+    """Train, evaluate the final state unless the last epoch already did, test, and wait for the last checkpoint. Collective."""
     try:
-        outcome = Outcome(position, None, position.epoch, True, True) if nothing_left else trainer.run(position)
+        outcome = trainer.run(position)
         evaluation = outcome.evaluation
         test = None
         if not outcome.stopped:
@@ -402,9 +383,6 @@ def _train(
         enter(session, RunPhase.DRAIN)
         setup.replica.drain()
     except CommunicationTimeoutError:
-        raise
-    except RankLostError:
-        checkpoints.saver.wait_own_part()
         raise
     except Exception as error:
         if session.world.size > 1 and not isinstance(error, HpctrainError):
@@ -474,28 +452,24 @@ def _new_directory(session: Session, setup: TrainingSetup, ownership: RunOwnersh
     return replace(directory, ownership=ownership.claim)
 
 
-def _directory(session: Session, setup: TrainingSetup, start: Start | None, state: ShrinkState) -> RunDirectory:
+def _directory(session: Session, setup: TrainingSetup, start: Start | None, ownership: RunOwnership) -> RunDirectory:
     """Return the run's directory, without metrics and checkpoints of steps after `start`. Collective."""
-    ownership = state.ownership
-    directory = None if start is None else start.directory
-    if directory is None and state.directory is not None:  # ranks were lost before its first checkpoint
-        directory = RunDirectory.open(state.directory)
-    if directory is None:
+    if start is None or start.directory is None:
         return _new_directory(session, setup, ownership)
-    ownership.take(session, directory.path)
-    directory = replace(directory, ownership=ownership.claim)
+    ownership.take(session, start.directory.path)
+    directory = replace(start.directory, ownership=ownership.claim)
     _cut_records(session, setup, start, directory)
     return directory
 
 
-def _cut_records(session: Session, setup: TrainingSetup, start: Start | None, directory: RunDirectory) -> None:
+def _cut_records(session: Session, setup: TrainingSetup, start: Start, directory: RunDirectory) -> None:
     """On rank 0, remove metrics and set aside checkpoints of steps after `start`; write the current configuration. Collective."""
-    position = Position() if start is None else start.position
+    position = start.position
     evaluates = position.epoch >= session.config.epochs and setup.evaluation_loader is not None
 
     def cut() -> None:
         if session.is_root:
-            earlier = directory.config() if start is None else str(start.content.meta["config"])
+            earlier = str(start.content.meta["config"])
             checkpoint.set_aside(directory.checkpoints, position.global_step)
             directory.cut_metrics(position.epoch, position.global_step, evaluates=evaluates)
             directory.follow_config(dump(session.config), position.global_step, earlier)
@@ -556,17 +530,9 @@ def _introduce(session: Session, setup: TrainingSetup, reporter: Reporter, notes
 
 
 def _introduce_start(
-    session: Session,
-    setup: TrainingSetup,
-    reporter: Reporter,
-    start: Start | None,
-    asked: _Request,
-    directory: RunDirectory,
-    state: ShrinkState,
+    session: Session, setup: TrainingSetup, reporter: Reporter, start: Start | None, asked: _Request, directory: RunDirectory
 ) -> None:
-    """Report lost ranks, the position of a resume, initial weights, and the path of the run directory."""
-    position = Position() if start is None else start.position
-    state.tell(reporter, position, session.world.size)
+    """Report the position of a resume, initial weights, and the path of the run directory."""
     config = session.config
     if start is not None:
         introduce(start, config, setup.loader.sampler.samples, reporter)
@@ -617,10 +583,9 @@ def _stop(
     return reason
 
 
-def _end(session: Session, asked: _Request, end: RunEnd, checkpoints: RunCheckpoints, complete: Callable[[], None]) -> RunEnd:
+def _end(session: Session, asked: _Request, end: RunEnd, checkpoints: RunCheckpoints) -> RunEnd:
     """End the run on all ranks, print how it ended on rank 0 unless the style is "none", and return the end. Collective."""
     enter(session, RunPhase.END)
-    complete()
     if session.is_root and asked.style != "none":
         for line in _end_lines(asked, end, session.config, checkpoints):
             echo_wrapped(line)

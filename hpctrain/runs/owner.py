@@ -148,8 +148,6 @@ class Owner:
         since: time at which it became the owner, in UTC.
         command: command that it runs.
         job: scheduler job that it belongs to.
-        missed_seconds: time without a change of the record after which it is considered dead.
-        outlives: whether other ranks of the job continue after the end of the process.
         supervisor: mark of the process of `hpctrain run` that started it; "" if none did.
     """
 
@@ -160,8 +158,6 @@ class Owner:
     since: str
     command: str
     job: SchedulerJob = field(default_factory=SchedulerJob)
-    missed_seconds: float = MISSED_SECONDS
-    outlives: bool = False
     supervisor: str = ""
 
     def __str__(self) -> str:
@@ -224,23 +220,11 @@ class Contender:
     Args:
         run: directory of the run.
         command: command that the process runs, for messages of other processes.
-        predecessor: token of a dead owner of the same job; "" if there is none.
-        missed_seconds: as in `Owner`.
-        outlives: as in `Owner`.
         clock: function that returns seconds.
     """
 
-    def __init__(
-        self,
-        run: Path,
-        command: str,
-        *,
-        predecessor: str = "",
-        missed_seconds: float = MISSED_SECONDS,
-        outlives: bool = False,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._run, self._predecessor, self._clock = run, predecessor, clock
+    def __init__(self, run: Path, command: str, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._run, self._clock = run, clock
         self._owner = Owner(
             number=0,
             token=secrets.token_hex(8),
@@ -249,8 +233,6 @@ class Contender:
             since=time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
             command=command,
             job=own_job(os.environ),
-            missed_seconds=missed_seconds,
-            outlives=outlives,
             supervisor=os.environ.get(SUPERVISOR, ""),
         )
         self._watched: _Record | None = None
@@ -286,7 +268,7 @@ class Contender:
             RunOwnedError: the owner is alive.
         """
         owner = record.owner
-        if record.released or (owner is not None and self._predecessor == owner.token):
+        if record.released:
             return ""
         if owner is not None:
             if self._owner.job.follows(owner.job):
@@ -312,21 +294,20 @@ class Contender:
             if lives and owner is not None:
                 raise _refusal(self._run, owner)
             self._watched, self._still_seconds, self._looked_at = record, 0.0, self._clock()
-            most = MISSED_SECONDS if owner is None else owner.missed_seconds
             _log.warning(
                 "%s was last written to by %s. Only a change of its record shows whether this owner is alive; "
                 "waiting up to %.0f s for a change.",
                 self._run,
                 owner or "an unknown owner",
-                most,
+                MISSED_SECONDS,
             )
             return None
         if record.text != before.text and owner is not None:
             raise _refusal(self._run, owner)
         self._still_seconds += min(now - self._looked_at, _MOST_BETWEEN_LOOKS_SECONDS)
         self._looked_at = now
-        most = MISSED_SECONDS if owner is None else owner.missed_seconds
-        return f"which has shown no sign of life for {most:.0f} s" if self._still_seconds >= most else None
+        silent = self._still_seconds >= MISSED_SECONDS
+        return f"which has shown no sign of life for {MISSED_SECONDS:.0f} s" if silent else None
 
 
 class Claim:
@@ -356,7 +337,7 @@ class Claim:
         others = [owner for owner in owners(self.run) if owner.number > self.owner.number]
         raise RunOwnedError(
             f"The run {self.run} was taken over by {others[-1] if others else 'another job'}, because the owner in this job "
-            f"has shown no sign of life for {self.owner.missed_seconds:.0f} s; this job stops writing to the run."
+            f"has shown no sign of life for {MISSED_SECONDS:.0f} s; this job stops writing to the run."
         )
 
     def _next(self) -> Path:
@@ -497,22 +478,21 @@ def _read(run: Path, number: int) -> _Record | None:
 
 
 def _owner(number: int, values: dict[str, Any]) -> Owner:
-    known = ("token", "mark", "host", "since", "command", "missed_seconds", "outlives", "supervisor")
+    known = ("token", "mark", "host", "since", "command", "supervisor")
     return Owner(number=number, job=SchedulerJob(**values["job"]), **{key: values[key] for key in known})
 
 
 def _process_lives(record: _Record) -> bool | None:
     """Return whether the owner's process is alive; None if this is unknown or does not decide the ownership.
 
-    A copy of a run contains the records of the original's owner, which does not own the copy; these records never change. A dead
-    process does not decide the ownership if other ranks of its job continue the run.
+    A copy of a run contains the records of the original's owner, which does not own the copy; these records never change.
     """
     owner = record.owner
     mark = None if owner is None else ProcessMark.parse(owner.mark)
     if owner is None or mark is None:
         return None
     lives = mark.lives
-    return None if (lives and not record.is_file) or (lives is False and owner.outlives) else lives
+    return None if lives and not record.is_file else lives
 
 
 def _last_line(values: dict[str, int]) -> bytes:
@@ -543,7 +523,8 @@ def _make(run: Path, owner: Owner) -> bool:
 
 def _write_record(descriptor: int, owner: Owner) -> None:
     """Write a record to a new file and synchronise it."""
-    values = {**asdict(owner), "inode": os.fstat(descriptor).st_ino}
+    of_version_1 = {"missed_seconds": MISSED_SECONDS, "outlives": False}  # release 0.1.0 requires them
+    values = {**asdict(owner), **of_version_1, "inode": os.fstat(descriptor).st_ino}
     with open(descriptor, "wb", closefd=False) as file:
         file.write(json.dumps(values).encode() + b"\n" + _last_line({"beat": 0}))
     os.fsync(descriptor)

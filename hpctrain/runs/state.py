@@ -16,7 +16,7 @@ from typing import Any
 
 from hpctrain.core.errors import CheckpointError, DataError, RunOwnedError
 from hpctrain.core.files import json_object, read_bytes
-from hpctrain.core.text import loss_text, spans
+from hpctrain.core.text import loss_text
 from hpctrain.flight.autopsy import autopsy, records_in
 from hpctrain.flight.ring import FlightRecord
 from hpctrain.launch.process_end import End
@@ -69,9 +69,6 @@ _TEXTS: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "skip": _skip,
     "rollback": lambda record: (
         f"went back from step {record.get('from_step')} to step {record.get('step')}: {record.get('error')}"
-    ),
-    "shrink": lambda record: (
-        f"lost rank {spans(record.get('lost') or ())}; continued with {record.get('ranks')} from step {record.get('step')}"
     ),
     "checkpoint": lambda record: str(record.get("warning")),
     "unreadable": lambda record: f"samples that could not be read, by step {record.get('step')}",

@@ -262,7 +262,7 @@ class Reporter:
         """Append a record to the metrics.
 
         Args:
-            kind: "interval", "epoch", "evaluation", "test", "progress", "resume", "skip", "shrink", "rollback", "checkpoint",
+            kind: "interval", "epoch", "evaluation", "test", "progress", "resume", "skip", "rollback", "checkpoint",
                 "steps", "data", "reads", "memory", "unreadable", "image_size" or "stop".
         """
 

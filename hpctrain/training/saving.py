@@ -132,7 +132,7 @@ class _State:
 
 
 class Saver:
-    """Writes the checkpoints of a run, one at a time. All methods except `status_flag` and `wait_own_part` are collective.
+    """Writes the checkpoints of a run, one at a time. All methods except `status_flag` are collective.
 
     Args:
         world: all ranks.
@@ -241,18 +241,6 @@ class Saver:
         """Exchange the states of all ranks, report failures, and continue with the next phase if all are done."""
         if self._writing is not None:
             self._exchange_states()
-
-    def wait_own_part(self) -> None:
-        """Wait for this rank's part of the current checkpoint, at most until the deadline. Not collective.
-
-        Raises:
-            CheckpointError: the part is still being written.
-        """
-        if not self._writer.wait(self._deadline_seconds):
-            raise CheckpointError(
-                f"A checkpoint is still being written on rank {self._world.rank} after the deadline of "
-                f"{self._deadline_seconds:g} s; check the disk, and restart with --resume."
-            )
 
     def settle(self) -> None:
         """Wait for the current checkpoint, at most until the deadline, and ignore its failure."""

@@ -32,7 +32,6 @@ CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 _CASES = amount(10, 60)
 _EVENTS = (
     {"kind": "skip", "time": 1.0, "step": 3, "held": "gradients", "layer": "conv", "ranks": [0]},
-    {"kind": "shrink", "time": 2.0, "lost": [1], "ranks": 3, "step": 4},
     {"kind": "stop", "time": 30.0, "epoch": 3, "step": 30, "by": "SIGINT"},
 )
 
@@ -158,11 +157,11 @@ def test_damaged_files_of_a_run_end_in_words(tmp_path: Path) -> None:
 
 _FIELDS = (
     "kind", "time", "epoch", "step", "images", "samples", "done_samples", "last_sample", "epochs", "loss", "top1", "ema_top1",
-    "lr", "images_per_second", "set", "by", "error", "held", "layer", "lost", "ranks", "changes", "size", "from_step",
+    "lr", "images_per_second", "set", "by", "error", "held", "layer", "ranks", "changes", "size", "from_step",
     "peak_bytes", "measured_step_seconds", "prediction_note", "seconds", "waited_seconds",
 )  # fmt: skip
 _KINDS = (
-    "interval", "epoch", "evaluation", "test", "start", "stop", "skip", "shrink", "resume", "rollback", "steps", "memory", "data",
+    "interval", "epoch", "evaluation", "test", "start", "stop", "skip", "resume", "rollback", "steps", "memory", "data",
 )  # fmt: skip
 _ODD = (
     *(None, True, -1, 0, 1.5, float("inf"), float("nan"), 10**30, 10**400, 1e308, 5e-324, 1 << 63, -(10**18)),

@@ -18,7 +18,7 @@ from click.testing import CliRunner
 from hpctrain.cli.config import KINDS
 from hpctrain.cli.failure import BUG, USER_ERROR, Commands, check_values, job_ends_on_error
 from hpctrain.cli.main import cli
-from hpctrain.core.errors import DataError, RankLostError
+from hpctrain.core.errors import DataError
 from hpctrain.core.text import place
 from hpctrain.launch.process_start import STANDARD_OUTPUT
 from hpctrain_testing.run import Outcome
@@ -316,8 +316,6 @@ _ASKED = "Unable to allocate 8.00 EiB for an array with shape (1,)"
     ("error", "code", "failed", "said"),
     [
         (DataError("One."), USER_ERROR, "One.", "hpctrain: One.\n"),
-        # a code that the job is started again on
-        (RankLostError("Rank 2 of 4 was lost."), BUG, "Rank 2 of 4 was lost.", "hpctrain: Rank 2 of 4 was lost.\n"),
         # Also an exit that says it is no error: this process would end, and the others wait for it.
         (SystemExit(None), BUG, "sys.exit() during a run", "sys.exit() during a run ends the job.\n"),
         (SystemExit(0), BUG, "sys.exit(0) during a run", "sys.exit(0) during a run ends the job.\n"),

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from hpctrain.cli.job_process import JobProcess
+from hpctrain.cli.job_process import ConfiguredProcess, JobProcess
 from hpctrain.comm.base import SingleCommunicator
 from hpctrain.comm.progress import ProgressEngine
+from hpctrain.config.schema import Config
 from hpctrain.core import log
 from hpctrain.flight.ring import file_name, read
 from hpctrain.job import session
@@ -17,6 +19,16 @@ from hpctrain.launch import shared_segments
 from hpctrain.launch.launcher import Launcher
 from hpctrain.launch.process_end import End
 from hpctrain.launch.shared_segments import Removed
+from hpctrain.run import messages
+
+TEXT = """
+model: small
+data: {train: train.h5}
+batch: 12
+epochs: 1
+optimizer: {name: sgd, lr: 0.1}
+schedule: constant
+"""
 
 
 def test_before_the_world_its_launcher_knows_the_rank() -> None:
@@ -77,3 +89,24 @@ def test_the_first_rank_of_a_node_removes_what_dead_jobs_left_and_says_so_once(
     first = ["announce"] if local_rank else ["announce", "remove"]
     assert calls == [*first, "start", "remember", "forget"]
     assert caplog.messages == ([str(left)] if left.count and not local_rank else [])
+
+
+@pytest.mark.job
+def test_what_a_trial_of_mpi_has_found_reaches_the_session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is made once the configuration is read, and before MPI starts."""
+    seen: list[Any] = []
+
+    def tried(config: Config | None, launcher: Launcher) -> str:
+        seen.append((config is not None and config.transport, job.world))
+        return "aware"
+
+    monkeypatch.setattr(messages, "try_transport", tried)
+    file = tmp_path / "f.yaml"
+    file.write_text(TEXT)
+    job = ConfiguredProcess()
+    try:
+        session = job.start(file, ("transport=auto",))
+    finally:
+        job.exits.close()
+    assert seen == [("auto", None)]
+    assert session.device_messages == "aware"

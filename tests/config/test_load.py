@@ -453,11 +453,19 @@ def test_an_action_alone_takes_overrides_of_its_section():
     for overrides in (("on_nonfinite=skip", "on_nonfinite.most=3"), ("on_nonfinite.most=3", "on_nonfinite.action=skip")):
         section = parse(TEXT, "f.yaml", overrides)[0].on_nonfinite
         assert (section.action, section.most) == ("skip", 3)
-    for overrides in (("on_lost_rank=shrink", "on_lost_rank.least=3"), ("on_lost_rank.least=3", "on_lost_rank.action=shrink")):
-        lost = parse(TEXT, "f.yaml", overrides)[0].on_lost_rank
-        assert (lost.shrinks, lost.least) == (True, 3)
     (fault,) = faults(TEXT, "on_nonfinite=skipp")
     assert "the nearest is 'skip'" in fault
+
+
+@pytest.mark.parametrize(
+    ("neutral", "former"), [("on_lost_rank: {action: stop, least: 1}", "on_lost_rank: {action: shrink, least: 2}")]
+)
+def test_removed_keys_are_refused_unless_they_change_nothing_or_an_earlier_release_has_stored_them(neutral, former):
+    current = parse(TEXT)[0]
+    assert parse(f"{TEXT}\n{neutral}\n")[0] == current
+    assert parse(f"{TEXT}\n{former}\n", stored=True)[0] == current
+    (fault,) = faults(f"{TEXT}\n{former}\n")
+    assert f'The key "{former.partition(":")[0]}" was removed; leave it out, ' in fault
 
 
 @pytest.mark.parametrize("character", ["\n", "\r", "\x1b", "\x7f", "\x85", "\u2028", "\u202e", "\u2066", "\u200b", "\ufeff"])

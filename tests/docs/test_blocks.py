@@ -219,7 +219,6 @@ KINDS = (
     Kind(r"python -m hpctrain ", takes),
     Kind(r"python -m pytest ", is_test, "is what runs this test"),
     Kind(r"mpiexec .*-m hpctrain train .*--log-ranks", takes, "trains to the end; tests/cli/test_starting.py does it"),
-    Kind(r"mpiexec --with-ft ulfm .*-m hpctrain ", takes, "needs Open MPI; tests/run/test_lost_rank_jobs.py does it"),
     Kind(r"mpiexec .*-m mpi4py -m hpctrain ", takes),
     Kind(r"mpiexec .*-m mpi4py \S+\.py$", nothing, "starts the page's program, which a test of its own runs"),
     Kind(r"srun .*-m mpi4py -m hpctrain ", takes, "needs Slurm"),

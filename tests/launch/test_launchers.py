@@ -17,7 +17,6 @@ from hpctrain.launch.launcher import (
     detect,
     environment_fault,
     expand_counts,
-    keeps_job_of_lost_ranks,
     lone_fault,
     may_overlook_exit_codes,
     without_launcher,
@@ -262,14 +261,7 @@ def test_a_process_forked_after_threads_or_mpi_refuses_to_train(
     JobProcess(launcher)
 
 
-def test_only_fault_tolerant_launchers_keep_a_job_that_has_lost_a_rank() -> None:
-    assert keeps_job_of_lost_ranks({"OMPI_MCA_mpi_ft_enable": "1"})
-    assert not keeps_job_of_lost_ranks({"OMPI_MCA_mpi_ft_enable": "0"})
-    assert not keeps_job_of_lost_ranks({"OMPI_COMM_WORLD_SIZE": "4"})
-
-
-def test_hydra_and_fault_tolerant_launchers_may_overlook_exit_codes() -> None:
-    assert may_overlook_exit_codes({"OMPI_MCA_mpi_ft_enable": "1"})
+def test_hydra_may_overlook_exit_codes() -> None:
     assert may_overlook_exit_codes({"MPI_LOCALNRANKS": "2", "PMI_SIZE": "2"})
     assert may_overlook_exit_codes({"MPI_LOCALNRANKS": "2", "PMI_SIZE": "2", "I_MPI_INFO_NP": "2"})
     assert not may_overlook_exit_codes({"OMPI_COMM_WORLD_SIZE": "4"})

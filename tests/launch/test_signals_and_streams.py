@@ -156,13 +156,6 @@ def test_without_a_thread_nothing_is_asked() -> None:
     assert not watch.asked()
 
 
-def test_a_process_with_a_new_rank_speaks_as_that() -> None:
-    """Rank 0 alone says what concerns all; where it is lost, another one is rank 0."""
-    program = "watch.renumber({}); send(signal.SIGTERM)\nwhile not watch.asked(): time.sleep(0.01)\ntime.sleep(0.1)"
-    assert _run(program.format(2)).stderr == ""
-    assert "hpctrain: SIGTERM received" in _run(program.format(0)).stderr
-
-
 # The program; names what is loaded when the signals are blocked for the first time.
 _LOADED = """
 import signal, sys

@@ -323,7 +323,6 @@ EVENTS: list[tuple[dict[str, Any], str | None]] = [
     ({"kind": "interval", "step": 1}, None),  # numbers of steps are no event
     ({"kind": "skip", "step": 7, "layer": "fc", "held": "a gradient"}, "step 7 skipped: a gradient of fc not finite"),
     ({"kind": "rollback", "from_step": 9, "step": 5, "error": "inf"}, "went back from step 9 to step 5: inf"),
-    ({"kind": "shrink", "step": 5, "lost": [1, 2], "ranks": 6}, "lost rank 1-2; continued with 6 from step 5"),
     ({"kind": "checkpoint", "step": 6, "warning": "no room"}, "no room"),
     ({"kind": "image_size", "step": 6, "epoch": 3, "size": 32}, "images of 32 px from epoch 3"),
     ({"kind": "resume", "step": 6, "changes": {"optimizer.lr": [1, 2]}}, "resumed at step 6 with changed optimizer.lr"),

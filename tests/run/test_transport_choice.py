@@ -153,7 +153,6 @@ def test_a_trial_is_made_where_it_matters(monkeypatch: pytest.MonkeyPatch) -> No
     [
         ({"backend": "onednn", "transport": "staged"}, "transport is staged, which applies to GPUs only; set it to auto"),
         ({"transport": "nccl", "averager": "sparse"}, "transport is nccl, but averager sparse chooses the elements to send"),
-        ({"transport": "nccl", "on_lost_rank": "shrink"}, "transport is nccl, whose operations do not end when a rank is lost"),
     ],
 )
 def test_refusals(keys: dict[str, Any], sentence: str) -> None:

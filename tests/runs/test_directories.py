@@ -419,13 +419,6 @@ def test_the_scheduler_is_asked_about_a_job_on_another_machine(tmp_path, monkeyp
             Contender(tmp_path, "hpctrain train").attempt()
 
 
-def test_ranks_that_are_left_take_over_from_the_one_that_is_lost(tmp_path: Path) -> None:
-    put(tmp_path, DEAD, outlives=True)
-    assert Contender(tmp_path, "another job").attempt() is None
-    ownership = Contender(tmp_path, "hpctrain train", predecessor="t1").attempt()
-    ownership.release()
-
-
 def test_a_copy_of_a_run_has_no_owner(tmp_path: Path) -> None:
     put(tmp_path / "run", HERE)
     shutil.copytree(tmp_path / "run", tmp_path / "copy")

@@ -119,7 +119,7 @@ def _end(processes: Sequence[JobProcess]) -> None:
     for process in processes:
         process.exits.close()
         if isinstance(process, ConfiguredProcess):
-            process.shrink_state.ownership.release()
+            process.ownership.release()
     for thread in threading.enumerate():
         if thread.name == "hpctrain-checkpoint":
             thread.join()

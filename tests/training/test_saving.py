@@ -243,35 +243,6 @@ def test_an_error_that_is_a_bug_is_raised_in_the_program() -> None:
     run_virtual(1, lambda comm: work(comm, RecordingReporter()))
 
 
-def test_a_rank_waits_for_its_own_part_alone_where_others_are_lost() -> None:
-    """Nothing is exchanged: the others may be gone."""
-    written: list[int] = []
-
-    def work(comm: ThreadCommunicator, reporter: RecordingReporter) -> None:
-        saver = saver_of(comm, reporter)
-        saver.begin(Writing(5, Path("c"), lambda: (time.sleep(0.05), written.append(comm.rank))))
-        if comm.rank == 1:
-            saver.wait_own_part()
-            assert 1 in written
-
-    on_each(work)
-
-
-def test_a_part_that_does_not_end_ends_the_run() -> None:
-    go = threading.Event()
-
-    def work(comm: ThreadCommunicator, reporter: RecordingReporter) -> None:
-        saver = saver_of(comm, reporter, deadline=0.05)
-        saver.begin(Writing(5, Path("c"), lambda: go.wait(30)))
-        try:
-            with pytest.raises(CheckpointError, match=f"still being written on rank {comm.rank} after the deadline of 0.05 s"):
-                saver.wait_own_part()
-        finally:
-            go.set()
-
-    run_virtual(1, lambda comm: work(comm, RecordingReporter()), deadline_seconds=60)
-
-
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("times", [2, 1000])
 def test_files_that_another_process_removes_end_no_run(asynchronous: bool, times: int) -> None:
