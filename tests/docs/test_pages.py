@@ -141,7 +141,6 @@ def test_the_picture_is_the_contract_of_imports() -> None:
 def test_every_decision_is_listed() -> None:
     listed = re.findall(r"\[(\d+)\]\(adr/(\d{4})-[\w-]+\.md\)", DESIGN.split("\n## Decisions\n")[1].split("\n## ")[0])
     numbers = [int(path.name[:4]) for path in sorted((ROOT / "docs" / "adr").glob("*.md"))]
-    assert numbers == list(range(1, len(numbers) + 1))
     assert sorted(int(file) for _, file in listed) == numbers
     assert all(int(shown) == int(file) for shown, file in listed)
 
