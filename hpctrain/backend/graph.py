@@ -41,7 +41,6 @@ class Node:
         parameters: full names of the parameters, by role.
         statistics: full names of the statistics, by role.
         input_first: whether the input's gradient is computed before the parameters', because it is sent to other ranks.
-        shared: whether the parameters also belong to an earlier node, so that their gradients add up.
         frozen: whether the parameters are not trained and have no gradients.
     """
 
@@ -52,7 +51,6 @@ class Node:
     parameters: Mapping[str, str] = field(default_factory=lambda: _NONE)
     statistics: Mapping[str, str] = field(default_factory=lambda: _NONE)
     input_first: bool = False
-    shared: bool = False
     frozen: bool = False
 
     @property
@@ -98,7 +96,6 @@ class GraphBuilder:
         parameters: Mapping[str, str] = _NONE,
         statistics: Mapping[str, str] = _NONE,
         input_first: bool = False,
-        shared: bool = False,
         frozen: bool = False,
     ) -> int:
         """Append a node and return the number of its output.
@@ -113,7 +110,7 @@ class GraphBuilder:
             raise
         self._tensors.append(output)
         number = len(self._tensors) - 1
-        self._nodes.append(Node(name, spec, inputs, number, parameters, statistics, input_first, shared, frozen))
+        self._nodes.append(Node(name, spec, inputs, number, parameters, statistics, input_first, frozen))
         return number
 
     def build(self, output: int) -> Graph:

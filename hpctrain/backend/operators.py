@@ -515,18 +515,7 @@ class JointBackward:
 
 
 class DeferredStart:
-    """An operator whose work takes time without computing, such as a message, and may start before its result is needed.
-
-    Attributes:
-        begins_early: whether `begin_forward` is called at the operator's position in the program, and `forward` just before the
-            output's first reader. Otherwise only `forward` is called.
-    """
-
-    begins_early: bool = False
-
-    def begin_forward(self) -> None:
-        """Start the forward work; the input is complete and does not change until `forward` is called. Must not wait."""
-        raise NotImplementedError
+    """An operator whose backward takes time without computing, such as a message, and may start before its result is needed."""
 
     def begin_backward(self) -> None:
         """Start the backward work; the output's gradient is complete. Optional: the plan may omit this call. Must not wait."""

@@ -13,7 +13,6 @@ from rich.table import Table
 
 from hpctrain.averaging.averagers import strategy_costs
 from hpctrain.comm.link import LinkModel
-from hpctrain.config.grid import overlap
 from hpctrain.core.console import output_console, plain_table
 from hpctrain.core.intervals import Box, Interval
 from hpctrain.core.text import counted
@@ -52,7 +51,6 @@ def print_plan(
     for line in (
         *_totals(report),
         *_pinned(pinned),
-        *_interiors(task),
         *_gradients(task, averaged),
         *_map(task.plan, ranks_per_node),
         *filter(None, [advice]),
@@ -136,20 +134,6 @@ def _layers(task: PlannedRun, report: PlanReport, *, narrow: bool) -> Table:
     table.add_section()
     table.add_row("[bold]total[/]", "", "", "", *sums, _megabytes([max(report.parameters)], item), "")
     return table
-
-
-def _interiors(task: PlannedRun) -> Iterator[str]:
-    """Yield sentences about the layers of `grid.overlap`.
-
-    The first sentence names the layers whose interior is computed while halos are exchanged. One more follows for each layer that
-    cannot be divided at this image size.
-    """
-    interiors = overlap(task.job.graph_of(1), task.plan)
-    if interiors.in_parts:
-        yield f"Interiors are computed while halos travel in {', '.join(interiors.in_parts)}."
-    for name, no_interior in interiors.undivided.items():
-        if no_interior.by_size:
-            yield f"{name} is computed as a whole: it {no_interior.reason}."
 
 
 def _sent_cells(traffic: Traffic, item_bytes: int, *, narrow: bool) -> tuple[str, ...]:

@@ -15,7 +15,6 @@ from typing import Any
 from hpctrain.averaging.averagers import AVERAGERS, make_strategy
 from hpctrain.averaging.base import PlannedGroup
 from hpctrain.backend.choice import precision_fault
-from hpctrain.backend.graph import Graph
 from hpctrain.backend.operators import KernelSet
 from hpctrain.comm.progress_mode import ProgressMode
 from hpctrain.config import grid
@@ -269,26 +268,11 @@ def _grid_faults(config: Config) -> Iterator[tuple[KeyPath, str]]:
             yield path, str(error)
     graph = grid.model_graph(config)
     names = () if graph is None else tuple(node.name for node in graph.nodes)
-    patterns: list[tuple[KeyPath, str]] = [(("plan", pattern), pattern) for pattern in config.plan.patterns]
-    patterns += [(("grid", "overlap", index), pattern) for index, pattern in enumerate(config.grid.overlap)]
-    for where, pattern in patterns if names else ():
+    for pattern in config.plan.patterns if names else ():
         try:
             ParallelPlan(use={pattern: Parallelism.DOMAIN}).check(names)
         except ConfigError as error:
-            yield where, str(error)
-    if graph is not None:
-        yield from _overlap_faults(config, graph, cols)
-
-
-def _overlap_faults(config: Config, graph: Graph, cols: int) -> Iterator[tuple[KeyPath, str]]:
-    """Yield (key path, sentence) of patterns of `grid.overlap` that fit no layer for any size of images."""
-    try:
-        faults = tuple(grid.overlap_faults(config, graph, grid.parallel_plan(config, cols)))
-    except HpctrainError:  # reported as a fault of the grid
-        return
-    for number, sentence, by_size in faults:
-        if not by_size:
-            yield ("grid", "overlap", number), sentence
+            yield ("plan", pattern), str(error)
 
 
 def _name_faults(config: Config, source: Source) -> Iterator[tuple[KeyPath, str]]:

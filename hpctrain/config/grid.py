@@ -8,9 +8,7 @@ network is built, where each layer must be divisible (`GridDistribution.prepare`
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
+from dataclasses import replace
 from typing import Any
 
 from hpctrain.backend.graph import Graph
@@ -21,7 +19,6 @@ from hpctrain.nn.layers import lowered
 from hpctrain.nn.network import frozen_layers, with_frozen
 from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
 from hpctrain.parallel.partition_graph import partition_graph
-from hpctrain.parallel.sharding_rules import NoInterior
 
 
 def model_options(config: Config, classes: int, image_shape: tuple[int, int, int]) -> dict[str, Any]:
@@ -55,16 +52,7 @@ def parallel_plan(config: Config, cols: int) -> ParallelPlan:
         ConfigError: the product of the tiles is not `grid.rows`.
     """
     use = {pattern: Parallelism(use) for pattern, use in config.plan.patterns.items()}
-    patterns = config.grid.overlap
-    names = layer_names(config) if patterns else ()
-    overlapped = frozenset(name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns))
-    return ParallelPlan(config.grid.rows, cols, Parallelism(config.plan.default), use, config.grid.tiles, overlapped)
-
-
-def layer_names(config: Config) -> tuple[str, ...]:
-    """Return the dotted names of the model's layers, which do not depend on image sizes; empty if the model has a fault."""
-    graph = model_graph(config)
-    return () if graph is None else tuple(node.name for node in graph.nodes)
+    return ParallelPlan(config.grid.rows, cols, Parallelism(config.plan.default), use, config.grid.tiles)
 
 
 def splits_parameters(config: Config) -> bool:
@@ -74,7 +62,7 @@ def splits_parameters(config: Config) -> bool:
     try:
         plan = parallel_plan(config, config.grid.cols or 1)
         # Two ranks split the same layers as any larger group, and their plan is made quickly.
-        partitioned = partition_graph(graph, replace(plan, rows=2, tiles=None, overlapped=frozenset()), (1, 0))
+        partitioned = partition_graph(graph, replace(plan, rows=2, tiles=None), (1, 0))
     except HpctrainError:
         return False
     shardings = ((step.node, step.sharding) for step in partitioned.steps)
@@ -101,67 +89,6 @@ def model_graph(config: Config, side: int | None = None, *, refuses: bool = Fals
         if refuses:
             raise
         return None
-
-
-@dataclass(frozen=True)
-class OverlapOutcome:
-    """The result of `grid.overlap`.
-
-    Attributes:
-        in_parts: names of layers that are computed in parts, in order.
-        undivided: name -> reason, of each overlapped layer that is not computed in parts.
-    """
-
-    in_parts: tuple[str, ...]
-    undivided: Mapping[str, NoInterior]
-
-
-def overlap(graph: Graph, plan: ParallelPlan) -> OverlapOutcome:
-    """Return which of the plan's overlapped layers can be computed in parts, and why the others cannot.
-
-    Args:
-        graph: graph of the model for one image.
-    """
-    if plan.rows == 1:
-        return OverlapOutcome((), {})
-    undivided = partition_graph(graph, plan, (1, *(0,) * (plan.rows - 1))).undivided
-    wanted = [node.name for node in graph.nodes if node.name in plan.overlapped]
-    return OverlapOutcome(tuple(name for name in wanted if name not in undivided), undivided)
-
-
-def overlap_faults(config: Config, graph: Graph, plan: ParallelPlan) -> Iterator[tuple[int, str, bool]]:
-    """Yield (index, sentence, whether it depends on the size of the images) for each pattern of `grid.overlap` without effect."""
-    if plan.rows == 1:
-        for number, pattern in enumerate(config.grid.overlap):
-            sentence = f"grid.overlap names {pattern!r}, but grid.rows is 1, so no image is split and there are no halos; "
-            yield number, sentence + "set grid.rows to 2 or more, or leave grid.overlap out.", False
-        return
-    undivided = overlap(graph, plan).undivided if config.grid.overlap else {}  # `overlap` is slow for a large split group
-    for number, pattern in enumerate(config.grid.overlap if undivided else ()):
-        matching = [node.name for node in graph.nodes if fnmatchcase(node.name, pattern)]
-        if not matching or any(name not in undivided for name in matching):
-            continue
-        # Report the layer that comes closest to being computed in parts: its reason is the most useful.
-        name = min(matching, key=lambda name: (not undivided[name].by_size, undivided[name].reason == "is not a convolution"))
-        sentence = (
-            f"grid.overlap names {pattern!r}, but no such layer can be computed in parts: {name} {undivided[name].reason}; "
-            f"name a convolution under domain whose ranks have rows to compute while halos are exchanged, or leave it out."
-        )
-        yield number, sentence, undivided[name].by_size
-
-
-def check_overlap(config: Config, graph: Graph, plan: ParallelPlan) -> None:
-    """Raise if a pattern of `grid.overlap` has no effect.
-
-    Args:
-        graph: graph of the model for one image.
-
-    Raises:
-        ConfigError: one sentence for each such pattern, with the layer and the rule.
-    """
-    sentences = [sentence for _, sentence, _ in overlap_faults(config, graph, plan)]
-    if sentences:
-        raise ConfigError("\n".join(sentences))
 
 
 def check_batch(batch: int, rows: int, cols: int) -> None:

@@ -350,6 +350,7 @@ def _checked(
 
 #: keys that earlier releases had -> (default, which their stored configurations contain; what to do instead)
 _REMOVED: Mapping[KeyPath, tuple[Any, str]] = {
+    ("grid", "overlap"): ([], "leave it out, because computing interiors first made no network faster"),
     ("on_lost_rank",): (
         {"action": "stop", "least": 1},
         "leave it out, and start the training by `hpctrain run`, which restarts it from its checkpoint without the lost node",

@@ -412,10 +412,6 @@ class GridConfig(Section, OpenSection):
         description="Numbers of vertical and horizontal parts of an image under domain, whose product is rows; null uses "
         "[rows, 1].",
     )
-    overlap: tuple[Text, ...] = Field(
-        default=(),
-        description="Patterns of names of convolutions under domain that compute their interior while halos are exchanged.",
-    )
 
 
 class PlanConfig(OpenSection):

@@ -163,13 +163,13 @@ class CapturedProgram(Program):
 
     def _read(self, position: int) -> tuple[Parameter, ...]:
         """Return the parameters that an action of forward reads."""
-        action, k = self.plan.forward[position]
-        return () if action is Action.BEGIN else self.steps[k].parameters
+        _, k = self.plan.forward[position]
+        return self.steps[k].parameters
 
     def _final(self, action: Action, k: int) -> tuple[Parameter, ...]:
         """Return the parameters whose gradients are final after an action of backward, in the order of their announcement."""
         step = self.steps[k]
-        return step.parameters[::-1] if action is Action.PARAMETERS and not step.shared else ()
+        return step.parameters[::-1] if action is Action.PARAMETERS else ()
 
     def _units(self, actions: Actions, spans: Sequence[range]) -> list[_Unit]:
         names = [self.steps[k].name for _, k in actions]

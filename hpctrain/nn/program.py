@@ -86,8 +86,6 @@ class BoundStep:
         add_partials: (target, partial) pairs to add after `backward_input`, because the operator cannot accumulate.
         sufficient_factors: (x, dy) of a trained linear layer, whose weight gradient x^T dy the hooks may compute; None for all
             other steps.
-        gradient_sums: (target, partial) pairs to add after `backward_parameters`, because other steps have the same parameters.
-        shared: whether an earlier step has the same parameters; that step announces their gradients.
     """
 
     name: str
@@ -96,8 +94,6 @@ class BoundStep:
     passes_back: bool
     add_partials: tuple[tuple[Array, Array], ...]
     sufficient_factors: tuple[Array, Array] | None
-    gradient_sums: tuple[tuple[Array, Array], ...] = ()
-    shared: bool = False
 
 
 class _ViewCopy(Operator):
@@ -138,13 +134,6 @@ class Binder:
         self._arithmetic, self._leading, self._gradient_buffer = arithmetic, leading, gradient_buffer
         self._plan, self._parameters, self._statistics, self._mergers = plan, parameters, statistics, mergers
         self._memory = memory
-        users: dict[str, list[int]] = {}
-        for k, step in enumerate(plan.steps):
-            for name in step.node.parameters.values() if step.node is not None and step.node.trains else ():
-                users.setdefault(name, []).append(k)
-        #: positions of the steps that share each trained parameter
-        self._shared = {name: positions for name, positions in users.items() if len(positions) > 1}
-        self._partial_gradients: dict[str, Array] = {}
 
     def view(self, region: Region, spec: TensorSpec) -> Any:
         """Return the array of a tensor in its shape, or flat if only its kernel set can index its layout."""
@@ -187,8 +176,6 @@ class Binder:
                 for i, target, partial in memory.sums
             ),
             sufficient_factors=self._sufficient_factors(step, memory),
-            gradient_sums=self._gradient_sums(k),
-            shared=node is not None and node.shared,
         )
 
     def _gradients(self, k: int, parameters: Mapping[str, Parameter]) -> dict[str, Array]:
@@ -201,29 +188,12 @@ class Binder:
         if not self._plan.training or step.node is None:
             return {}
         if not step.node.frozen:
-            return {role: self._gradient(k, parameter) for role, parameter in parameters.items()}
+            return {role: self._gradient_buffer(parameter) for role, parameter in parameters.items()}
         passes_back = any(self._plan.needs_grad[tensor] for tensor in step.inputs)
         return {role: self._zeros_like(parameter) for role, parameter in parameters.items()} if passes_back else {}
 
-    def _gradient(self, k: int, parameter: Parameter) -> Array:
-        """Return the array that step k writes a parameter's gradient to.
-
-        If several steps have the same parameter, the last one in forward order is the first in backward and writes the gradient
-        itself. The others write a partial gradient that the program adds, so that no operator needs to accumulate.
-        """
-        if k == self._shared.get(parameter.name, [k])[-1]:
-            return self._gradient_buffer(parameter)
-        if parameter.name not in self._partial_gradients:
-            self._partial_gradients[parameter.name] = self._zeros_like(parameter)
-        return self._partial_gradients[parameter.name]
-
     def _zeros_like(self, parameter: Parameter) -> Array:
         return self._arithmetic.zeros(parameter.size, str(parameter.data.dtype)).reshape(parameter.spec.shape)
-
-    def _gradient_sums(self, k: int) -> tuple[tuple[Array, Array], ...]:
-        """Return (target, partial) for each parameter of step k that a later step in forward order also has."""
-        names = [name for name, positions in self._shared.items() if k in positions[:-1]] if self._plan.training else []
-        return tuple((self._gradient_buffer(self._parameters[name]), self._partial_gradients[name]) for name in names)
 
     def _merger(self, step: PlannedStep) -> StatisticsMerger:
         """Return the merger for the ranks that a batch norm's spec names, or one without communication for other steps."""
@@ -327,8 +297,8 @@ class Program:
 
     def run_forward(self, span: range, context: StepContext, hooks: StepHooks = _NO_HOOKS) -> None:
         """Run consecutive actions of the plan's forward pass."""
-        for action, k in self._forward_actions[span.start : span.stop]:
-            self._act_forward(action, k, context, hooks)
+        for _, k in self._forward_actions[span.start : span.stop]:
+            self._act_forward(k, context, hooks)
 
     def fetch_statistics(self) -> Fetch:
         """Start copying the batch statistics of the latest training forward to the host. Call it before the next forward."""
@@ -356,12 +326,8 @@ class Program:
         for action, k in self._actions[span.start : span.stop]:
             self._act_backward(action, k, hooks)
 
-    def _act_forward(self, action: Action, k: int, context: StepContext, hooks: StepHooks) -> None:
+    def _act_forward(self, k: int, context: StepContext, hooks: StepHooks) -> None:
         step = self.steps[k]
-        if action is Action.BEGIN:
-            assert isinstance(step.operator, DeferredStart)  # the plan gives this action to no other operator
-            step.operator.begin_forward()
-            return
         if step.parameters:
             hooks.before_forward(step.parameters)
         if step.sufficient_factors is not None and hooks.takes_sufficient_factors(step.parameters):
@@ -379,7 +345,7 @@ class Program:
             for parameter in step.parameters:
                 hooks.data_free(parameter)
         elif action is Action.BEGIN:
-            assert isinstance(step.operator, DeferredStart)
+            assert isinstance(step.operator, DeferredStart)  # the plan gives this action to no other operator
             step.operator.begin_backward()
         elif action is Action.RECOMPUTE:
             assert isinstance(step.operator, RecomputedOutput)
@@ -394,11 +360,7 @@ class Program:
             hooks.error_ready(step.parameters, step.sufficient_factors[1])
             return
         step.operator.backward_parameters()
-        for target, partial in step.gradient_sums:
-            self._arithmetic.add(target, partial)
         hooks.operator_done(step.name, "parameters")
-        if step.shared:  # an earlier step with the same parameters adds to the gradients and announces them
-            return
         for parameter in reversed(step.parameters):
             hooks.grad_ready(parameter)
 
@@ -416,15 +378,12 @@ class Program:
 
 
 def alike(plans: Sequence[ExecutionPlan]) -> bool:
-    """Return whether programs of these plans can run side by side: the same actions on the same layers, with complete gradients.
+    """Return whether programs of these plans can run side by side: the same actions on the same layers.
 
-    Plans that differ only in the number of samples are usually alike. Plans without samples are not alike. Plans in which several
-    steps share one parameter are not alike either, because its gradient is complete only after the last of these steps.
+    Plans that differ only in the number of samples are usually alike. Plans without samples are not alike.
     """
     first = _outline(plans[0])
-    return all(_outline(plan) == first for plan in plans[1:]) and not any(
-        step.node and step.node.shared for step in plans[0].steps
-    )
+    return all(_outline(plan) == first for plan in plans[1:])
 
 
 def _outline(plan: ExecutionPlan) -> tuple[object, ...]:

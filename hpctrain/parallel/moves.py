@@ -34,8 +34,7 @@ from hpctrain.backend.specs import Shape, TensorSpec, item_bytes
 from hpctrain.comm.base import Communicator, SingleCommunicator
 from hpctrain.comm.progress import ProgressEngine, Ticket
 from hpctrain.comm.transports import StagedCommunicator
-from hpctrain.core.errors import ShapeError
-from hpctrain.core.intervals import Box, consecutive, intersect, replace_dim, shape_of, size_of, whole, within
+from hpctrain.core.intervals import Box, intersect, shape_of, size_of, whole, within
 from hpctrain.parallel.layout import Layout, LayoutKind
 
 
@@ -247,23 +246,11 @@ class TransferRunner:
         group: split group.
         arithmetic, dtype: arithmetic and dtype of both tensors.
         purpose: name in messages and traces.
-        own_memory: whether its messages lie outside the group's shared buffer, so that other transfers may start before this one
-            ends.
     """
 
-    def __init__(
-        self,
-        transfer: Transfer,
-        group: SplitGroup,
-        arithmetic: Arithmetic,
-        dtype: str,
-        purpose: str,
-        *,
-        own_memory: bool = False,
-    ) -> None:
+    def __init__(self, transfer: Transfer, group: SplitGroup, arithmetic: Arithmetic, dtype: str, purpose: str) -> None:
         self.transfer, self._group, self._arithmetic, self._purpose = transfer, group, arithmetic, purpose
         self._dtype, self._bytes = dtype, transfer.buffer_bytes(item_bytes(dtype))
-        self._own = group.memory(self._bytes) if own_memory else None
         self.source_side, self.target_side = self._sides()
         self._source_counts = _counts(transfer.sends, group.size)
         self._target_counts = _counts(transfer.receives, group.size)
@@ -273,7 +260,7 @@ class TransferRunner:
 
         The group's shared buffer grows only while operators are made, never during an exchange.
         """
-        memory = (self._group.reserve(self._bytes) if self._own is None else self._own).view(self._dtype)
+        memory = self._group.reserve(self._bytes).view(self._dtype)
         return memory[: self.transfer.send_size], memory[self.transfer.send_size :]
 
     def start(self, x: Array) -> Ticket:
@@ -368,8 +355,6 @@ class RedistributeSpec(_CopiesOnly):
     Attributes:
         rank: rank in the split group.
         purpose: name in messages and traces.
-        early: whether the move is sent at its place in the graph and received just before its reader. It then has separate
-            message buffers.
     """
 
     source: Layout
@@ -377,7 +362,6 @@ class RedistributeSpec(_CopiesOnly):
     rank: int
     purpose: str
     group: SplitGroup = field(compare=False, repr=False)
-    early: bool = False
 
     def output(self, *inputs: Any, **none: Any) -> TensorSpec:
         (x,) = inputs
@@ -405,30 +389,19 @@ class RedistributeOperator(AnyArrays, CallsHost, Accumulating, DeferredStart, Re
         self.share = transfer(spec.source, spec.target, spec.rank)
         self.message_bytes = self.share.buffer_bytes(x.item_bytes)
         received = self.share.receive_size
-        self.begins_early = spec.early
-        # A convolution's edge reads its early halo directly, so no tile around it needs memory.
-        self.recomputes_output = training and not spec.early and received <= _RECOMPUTE_SHARE * x.size
+        self.recomputes_output = training and received <= _RECOMPUTE_SHARE * x.size
         self.saved_bytes = received * x.item_bytes if self.recomputes_output else 0
-        self._sent: Ticket | None = None
         self._returned: Ticket | None = None
 
     def bind(self, buffers: Buffers) -> None:
         super().bind(buffers)
         dtype = self.inputs[0].dtype
-        self._runner = TransferRunner(
-            self.share, self.spec.group, self.arithmetic, dtype, self.spec.purpose, own_memory=self.spec.early
-        )
+        self._runner = TransferRunner(self.share, self.spec.group, self.arithmetic, dtype, self.spec.purpose)
         self._saved = None if buffers.saved is None else buffers.saved.view(dtype)
 
-    def begin_forward(self) -> None:
-        self._sent = self._runner.start(self.buffers.inputs[0])
-
     def forward(self, context: StepContext) -> None:
-        if self._sent is None:
-            self.begin_forward()
-        ticket, self._sent = self._sent, None
-        assert ticket is not None
-        self._runner.finish(ticket, self.buffers.inputs[0], self.buffers.output, self._saved)
+        x = self.buffers.inputs[0]
+        self._runner.finish(self._runner.start(x), x, self.buffers.output, self._saved)
 
     def recompute_output(self) -> None:
         self._runner.recompute(self.buffers.inputs[0], self.buffers.output, self._saved)
@@ -569,38 +542,3 @@ class NothingOperator(AnyArrays, Operator):
         for dx in self.buffers.input_grads:
             if dx is not None:
                 self.arithmetic.fill(dx, 0.0)
-
-
-@dataclass(frozen=True)
-class JoinRowsSpec(_CopiesOnly):
-    """Concatenation of images along the height: y (N, h, W, C)."""
-
-    def output(self, *inputs: Any, **none: Any) -> TensorSpec:
-        n, _, width, channels = inputs[0].shape
-        if any((x.shape[0], *x.shape[2:]) != (n, width, channels) for x in inputs):
-            raise ShapeError(f"Images of shapes {[x.shape for x in inputs]} cannot be joined; they may differ in height only.")
-        return TensorSpec((n, sum(x.shape[1] for x in inputs), width, channels), inputs[0].dtype)
-
-    def operator(self, inputs: tuple[TensorSpec, ...], *, training: bool) -> Operator:
-        return JoinRowsOperator(self, inputs)
-
-
-class JoinRowsOperator(AnyArrays, Operator):
-    """Operator of the concatenation. Backward copies the gradient of each image out of y's gradient."""
-
-    def __init__(self, spec: JoinRowsSpec, inputs: tuple[TensorSpec, ...]) -> None:
-        self.spec, self.inputs, self.output = spec, inputs, spec.output(*inputs)
-        self.needs_inputs = (False,) * len(inputs)
-        rows = consecutive([x.shape[1] for x in inputs])
-        self._places = [replace_dim(whole(self.output.shape), 1, interval) for interval in rows]
-
-    def forward(self, context: StepContext) -> None:
-        for x, place in zip(self.buffers.inputs, self._places, strict=True):
-            self.arithmetic.copy_box(self.buffers.output, place, x, whole(x.shape))
-
-    def backward_input(self) -> None:
-        dy = self.buffers.output_grad
-        assert dy is not None
-        for dx, place in zip(self.buffers.input_grads, self._places, strict=True):
-            if dx is not None:
-                self.arithmetic.copy_box(dx, whole(dx.shape), dy, place)

@@ -7,7 +7,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import cast
 
 from hpctrain.backend.specs import Pair
 from hpctrain.core.errors import ConfigError
@@ -46,13 +45,11 @@ class ParallelPlan:
         default: use of layers that match no pattern.
         use: use by pattern, in order. A layer follows the last pattern that matches its dotted name; "*" also matches dots.
         tiles: (vertical, horizontal) tiles of an image under DOMAIN, whose product is `rows`; None: all ranks split the height.
-        overlapped: names of layers whose interior is computed during the exchange of their halos, if they can be divided.
         hides: whether gradients of moved tensors are sent back while the weights' gradients are computed; False only to measure
             the gain.
 
     Raises:
-        ConfigError: rows or cols is below 1, a use is unknown, the product of the tiles is not `rows`, or `overlapped` is a
-            string instead of a set of names.
+        ConfigError: rows or cols is below 1, a use is unknown, or the product of the tiles is not `rows`.
     """
 
     rows: int = 1
@@ -60,7 +57,6 @@ class ParallelPlan:
     default: Parallelism = Parallelism.BATCH
     use: Mapping[str, Parallelism] = field(default_factory=dict)
     tiles: Pair | None = None
-    overlapped: frozenset[str] = frozenset()
     hides: bool = True
 
     def __post_init__(self) -> None:
@@ -70,9 +66,6 @@ class ParallelPlan:
         # Rules compare by identity (`use is Parallelism.DOMAIN`), so strings become members.
         object.__setattr__(self, "default", _parallelism(self.default))
         object.__setattr__(self, "use", {pattern: _parallelism(name) for pattern, name in self.use.items()})
-        if isinstance(cast(object, self.overlapped), str):  # otherwise it would become a set of its letters
-            raise ConfigError(f"The overlapped layers are the string {self.overlapped!r}; they must be a set of layer names.")
-        object.__setattr__(self, "overlapped", frozenset(self.overlapped))
         if self.tiles is not None and math.prod(self.tiles) != self.rows:
             raise ConfigError(
                 f"Image tiles {self.tiles[0]} x {self.tiles[1]} make {math.prod(self.tiles)} parts, but "

@@ -7,8 +7,8 @@ once.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from hpctrain.backend.graph import Graph, GraphBuilder, Node
 from hpctrain.backend.specs import Conv2dSpec, LinearSpec, Spec, TensorSpec
@@ -16,16 +16,9 @@ from hpctrain.core.intervals import Box, Interval, shape_of
 from hpctrain.nn.network import Shard
 from hpctrain.parallel import layout
 from hpctrain.parallel.layout import Layout
-from hpctrain.parallel.moves import JoinRowsSpec, RedistributeSpec, ReduceScatterSpec, SplitGroup
+from hpctrain.parallel.moves import RedistributeSpec, ReduceScatterSpec, SplitGroup
 from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
-from hpctrain.parallel.sharding_rules import (
-    InteriorSplit,
-    NoInterior,
-    OperatorSharding,
-    SplitContext,
-    shard,
-    split_interior,
-)
+from hpctrain.parallel.sharding_rules import OperatorSharding, SplitContext, shard
 
 # The gradients of their input and parameters are independent, so either may be computed first.
 _EITHER_ORDER = (Conv2dSpec, LinearSpec)
@@ -38,25 +31,20 @@ class PartitionStep:
     Attributes:
         inputs, output: tensor numbers of the partitioned graph.
         node, use, sharding: node, use and sharding of the layer; None for a move or a sum.
-        specs: spec that each rank runs; None: those of the sharding.
         move: (source, target) of a move; for a sum: source and target of the move whose adjoint is the sum.
         summed: whether the step is a sum.
-        early: whether a move is sent at its place in the order and received just before its reader.
-        input_first, shared: see `Node`.
+        input_first: see `Node`.
     """
 
     name: str
     inputs: tuple[int, ...]
     output: int
     node: Node | None = None
-    specs: tuple[Spec, ...] | None = None
     use: Parallelism | None = None
     sharding: OperatorSharding | None = None
     move: tuple[Layout, Layout] | None = None
     summed: bool = False
     input_first: bool = False
-    early: bool = False
-    shared: bool = False
 
 
 @dataclass(frozen=True)
@@ -68,14 +56,12 @@ class PartitionedGraph:
         layouts: layout of each tensor. Tensor 0 is the input, whose boxes are those of the images.
         output: number of the output tensor.
         dtype: dtype of the activations.
-        undivided: layers that the plan divides into parts but that are computed as a whole, with the reason.
     """
 
     steps: tuple[PartitionStep, ...]
     layouts: tuple[Layout, ...]
     output: int
     dtype: str
-    undivided: Mapping[str, NoInterior] = field(default_factory=dict)
 
     def shards(self) -> dict[str, tuple[Interval, ...]]:
         """Return each rank's interval of output channels, by full name of split parameters and statistics."""
@@ -106,21 +92,19 @@ class PartitionedGraph:
                 parameters={} if node is None else node.parameters,
                 statistics={} if node is None else node.statistics,
                 input_first=step.input_first,
-                shared=step.shared,
                 frozen=node is not None and node.frozen,
             )
             assert output == step.output
         return builder.build(self.output)
 
     def _spec(self, step: PartitionStep, rank: int, group: SplitGroup) -> Spec:
-        specs = step.specs if step.specs is not None or step.sharding is None else step.sharding.specs
-        if specs is not None:
-            return specs[rank]
+        if step.sharding is not None:
+            return step.sharding.specs[rank]
         assert step.move is not None
         source, target = step.move
         if step.summed:
             return ReduceScatterSpec(source, target, rank, step.name, group)
-        return RedistributeSpec(source, target, rank, step.name, group, step.early)
+        return RedistributeSpec(source, target, rank, step.name, group)
 
 
 def partition_graph(graph: Graph, plan: ParallelPlan, counts: Sequence[int]) -> PartitionedGraph:
@@ -146,20 +130,19 @@ class _Partitioner:
         self._steps: list[PartitionStep] = []
         self._layouts: list[Layout] = []
         self._tensor_of: dict[int, int] = {}
-        self._undivided: dict[str, NoInterior] = {}
         self._moved: dict[tuple[int, tuple[Box, ...]], int] = {}
 
     def run(self) -> PartitionedGraph:
         self._layouts.append(self._input_layout())
         self._tensor_of[0] = 0
         for node in self._graph.nodes:
-            self._add(node)
+            self._tensor_of[node.output] = self._add(node)
         output = self._tensor_of[self._graph.output]
         shape = self._layouts[output].shape
         # If logits were split by channels or tiles, several ranks would compute the same loss, or each a part of it.
         output = self._as_layout(output, layout.samples(shape, self._context.counts), "output")
         dtype = self._graph.tensors[0].dtype
-        return PartitionedGraph(tuple(self._steps), tuple(self._layouts), output, dtype, self._undivided)
+        return PartitionedGraph(tuple(self._steps), tuple(self._layouts), output, dtype)
 
     def _input_layout(self) -> Layout:
         """Return the boxes that the first operation reads, with halos.
@@ -178,16 +161,9 @@ class _Partitioner:
     def _shard(self, node: Node, inputs: Sequence[Layout]) -> OperatorSharding:
         return shard(node, inputs, self._graph.tensors[node.output].shape, self._plan.use_of(node.name), self._context)
 
-    def _add(self, node: Node) -> None:
-        sharding = self._shard(node, [self._layouts[self._tensor_of[i]] for i in node.inputs])
-        split = self._split_interior(node, sharding)
-        if split is None:
-            self._tensor_of[node.output] = self._add_undivided(node, sharding)
-        else:
-            self._tensor_of[node.output] = self._add_in_parts(node, sharding, split)
-
-    def _add_undivided(self, node: Node, sharding: OperatorSharding) -> int:
+    def _add(self, node: Node) -> int:
         """Add moves of inputs in other layouts, the operation, and a sum if each rank has a summand. Return the output tensor."""
+        sharding = self._shard(node, [self._layouts[self._tensor_of[i]] for i in node.inputs])
         inputs = tuple(
             self._as_layout(self._tensor_of[i], wanted, node.name) for i, wanted in zip(node.inputs, sharding.reads, strict=True)
         )
@@ -198,46 +174,13 @@ class _Partitioner:
         use = self._plan.use_of(node.name)
         summands = layout.everything(sharding.writes.shape, self._context.ranks)
         computed = self._new(summands if sharding.summed else sharding.writes)
-        self._steps.append(PartitionStep(node.name, inputs, computed, node, None, use, sharding, input_first=input_first))
+        self._steps.append(PartitionStep(node.name, inputs, computed, node, use, sharding, input_first=input_first))
         if not sharding.summed:
             return computed
         # A sum at the owners is the adjoint of a move from the owners to all ranks.
         move = (sharding.writes, summands)
         output = self._new(sharding.writes)
         self._steps.append(PartitionStep(f"{node.name}.sum", (computed,), output, use=use, move=move, summed=True))
-        return output
-
-    def _split_interior(self, node: Node, sharding: OperatorSharding) -> InteriorSplit | None:
-        if node.name not in self._plan.overlapped:
-            return None
-        split = split_interior(node.spec, sharding, self._layouts[self._tensor_of[node.inputs[0]]])
-        if isinstance(split, InteriorSplit):
-            return split
-        self._undivided[node.name] = split
-        return None
-
-    def _add_in_parts(self, node: Node, sharding: OperatorSharding, split: InteriorSplit) -> int:
-        """Add moves of both edges' halos, then the interior, both edges and their concatenation. Return the output tensor."""
-        x = self._tensor_of[node.inputs[0]]
-        use = self._plan.use_of(node.name)
-        halos = []
-        for name, edge in (("top", split.top), ("bottom", split.bottom)):
-            halos.append(self._new(edge.reads))
-            move = (self._layouts[x], edge.reads)
-            self._steps.append(PartitionStep(f"{node.name}.halo.{name}", (x,), halos[-1], move=move, early=True))
-        # Only the interior has the layer's name and sharding, so that shards and reports count the layer once.
-        interior = self._new(split.interior.writes)
-        self._steps.append(PartitionStep(node.name, (x,), interior, node, split.interior.specs, use, sharding))
-        edges = []
-        for name, edge, halo in zip(("top", "bottom"), (split.top, split.bottom), halos, strict=True):
-            edges.append(self._new(edge.writes))
-            # The edges share the interior's parameters. In backward the interior comes last, adds its gradients to theirs and
-            # announces them. The edges' input gradients come first, so that they are sent back while it computes.
-            step = PartitionStep(f"{node.name}.{name}", (halo,), edges[-1], node, edge.specs, use, input_first=True, shared=True)
-            self._steps.append(step)
-        output = self._new(sharding.writes)
-        joined = (JoinRowsSpec(),) * self._context.ranks
-        self._steps.append(PartitionStep(f"{node.name}.join", (edges[0], interior, edges[1]), output, specs=joined, use=use))
         return output
 
     def _as_layout(self, tensor: int, wanted: Layout, reader: str) -> int:

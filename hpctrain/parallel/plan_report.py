@@ -357,10 +357,8 @@ class _GroupReporter:
 
 
 def message_words(local: LocalGraph) -> int:
-    """Return the words of message buffers: one that all moves share, and one for each move that overlaps with computation."""
-    shared = [words.sent + words.received for words in local.moves.values() if not words.early]
-    separate = [words.sent + words.received for words in local.moves.values() if words.early]
-    return max(shared, default=0) + sum(separate)
+    """Return the words of the message buffer that all moves share."""
+    return max((words.sent + words.received for words in local.moves.values()), default=0)
 
 
 def held(shape: Shape, shard: Sequence[Interval] | None, rank: int) -> int:

@@ -98,9 +98,7 @@ class GridDistribution:
 
     def message_bytes(self, operators: Sequence[Operator]) -> int:
         moves = [operator for operator in operators if isinstance(operator, RedistributeOperator | ReduceScatterOperator)]
-        early = [move for move in moves if isinstance(move, RedistributeOperator) and move.begins_early]
-        shared = max((move.message_bytes for move in moves if move not in early), default=0)
-        return shared + sum(move.message_bytes for move in early)
+        return max((move.message_bytes for move in moves), default=0)
 
     def shard(self, name: str) -> Shard | None:
         return self._shards.get(name)
@@ -172,14 +170,10 @@ class MoveWords:
     """Number of elements that one rank sends and receives in the forward pass of a move or a sum.
 
     In backward, the two numbers are swapped.
-
-    Attributes:
-        early: whether the move has separate message buffers.
     """
 
     sent: int
     received: int
-    early: bool = False
 
 
 @dataclass(frozen=True)
@@ -204,15 +198,15 @@ def whole_graph(graph: Graph) -> LocalGraph:
 def local_graphs(partitioned: PartitionedGraph, ranks: Sequence[int]) -> list[LocalGraph]:
     """Return the graphs of some ranks of the split group, in time linear in the number of ranks."""
     group = unused_group()
-    moves: dict[int, tuple[tuple[int, ...], tuple[int, ...], bool]] = {}
+    moves: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = {}
     for step in partitioned.steps:
         if step.move is not None:
             sent, returned = moved(*step.move), moved_back(*step.move)
-            moves[step.output] = (returned, sent, False) if step.summed else (sent, returned, step.early)
+            moves[step.output] = (returned, sent) if step.summed else (sent, returned)
     graphs = []
     for rank in ranks:
         graph = partitioned.local(rank, group)
-        words = {tensor: MoveWords(sent[rank], received[rank], early) for tensor, (sent, received, early) in moves.items()}
+        words = {tensor: MoveWords(sent[rank], received[rank]) for tensor, (sent, received) in moves.items()}
         graphs.append(LocalGraph(_key(graph, words), graph, words))
     return graphs
 
@@ -277,4 +271,4 @@ def _node_key(node: Node, words: MoveWords | None) -> Hashable:
     else:
         decides = spec if isinstance(spec, Hashable) else repr(spec)
     names = tuple(node.parameters.items()), tuple(node.statistics.items())
-    return (node.name, decides, node.inputs, node.output, names, node.input_first, node.shared, node.frozen)
+    return (node.name, decides, node.inputs, node.output, names, node.input_first, node.frozen)

@@ -225,7 +225,6 @@ def prepare(config: Config, ranks: int | None, image: Image | None = None, class
 
     sample = graph_of(1)
     plan.check([node.name for node in sample.nodes])
-    grid.check_overlap(config, sample, plan)
     if plan.rows == 1:  # no layer is split
         plan = ParallelPlan(1, plan.cols)
     specs, _ = declared(model, sample)

@@ -20,7 +20,7 @@ from hpctrain.averaging.averagers import make_strategy
 from hpctrain.backend.choice import Backend, make_backend
 from hpctrain.comm.base import Communicator, Subject, compare, raise_on_all_ranks
 from hpctrain.config.checks import check_device, make_schedule
-from hpctrain.config.grid import check_overlap, model_options, parallel_plan
+from hpctrain.config.grid import model_options, parallel_plan
 from hpctrain.config.images import (
     CHECKPOINT,
     check_image_shapes,
@@ -401,8 +401,6 @@ def build_replica(
         skips=config.on_nonfinite.action == "skip",
         ema=None if config.ema.decay is None else EmaRule(config.ema.decay, config.ema.warm_up),
     )
-    if replica.distribution is not None:
-        check_overlap(config, network.graph(1), replica.distribution.plan)
     if network.classes != classes:
         raise DataError(
             f"{config.data.train} has {classes} classes, but the model {config.model.name} has {network.classes}; "

@@ -50,15 +50,6 @@ def shown(*arguments: str) -> dict[str, Any]:
     return found
 
 
-def test_what_overlap_comes_to_is_said_and_what_it_cannot_serve_is_refused() -> None:
-    config = (str(CONFIGS / "quickstart.yaml"), "batch=8", "backend=numpy", "plan.default=domain", "--image", "28", "28", "1")
-    on_ranks = (*config, "--classes", "10", "grid.rows=2", "--ranks", "2")
-    assert "Interiors are computed while halos travel in stage2.conv." in run("show", *on_ranks, "grid.overlap=['*.conv']").output
-    refused = run("show", *config, "--classes", "10", "grid.rows=14", "--ranks", "14", "grid.overlap=['*.conv']")
-    assert refused.exit_code == 2
-    assert "stage2.conv has no row that rank 0 of a split group can compute without a halo" in refused.stderr
-
-
 def test_a_split_group_that_leaves_its_node_is_pointed_out() -> None:
     result = run("show", VGG, "grid.rows=3", "batch=8", *IMAGENET, "--ranks", "6", "--ranks-per-node", "4")
     assert "  c = 1: 3-5   nodes 0-1: this split group spans nodes" in result.output.splitlines()

@@ -377,6 +377,13 @@ def test_faults_name_the_override(override, words):
     assert all(word in lines[0] for word in words), lines[0]
 
 
+def test_a_key_that_was_removed_is_read_with_its_default_alone():
+    """Configurations that version 0.1.0 stored contain the key."""
+    assert parse(TEXT + "grid: {rows: 2, overlap: []}\n")[0] == parse(TEXT + "grid: {rows: 2}\n")[0]
+    with pytest.raises(ConfigError, match=r'^f:14: The key "grid.overlap" was removed; leave it out'):
+        parse(TEXT + "grid: {overlap: [conv1]}\n", "f")
+
+
 def test_an_override_of_an_empty_list():
     text = re.sub(r"augment:.*(?=batch)", "augment: []\n", TEXT, flags=re.DOTALL)
     assert faults(text, "data.augment.0=flip") == [
@@ -422,7 +429,7 @@ def test_a_value_that_is_given_ends_the_choice_of_its_section_alone():
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("grid=outo", "grid is outo, but must be auto or a mapping with keys such as rows, cols, tiles, overlap."),
+        ("grid=outo", "grid is outo, but must be auto or a mapping with keys such as rows, cols, tiles."),
         ("plan=5", "plan is 5, but must be auto or a mapping with keys such as default."),
         ("machine=5", "machine is 5, but must be a string."),
         ("data=made-up", "must be synthetic or a mapping with keys such as train"),

@@ -278,17 +278,6 @@ def test_every_plan_on_every_grid_equals_one_rank(world: Communicator, progress:
             assert found.largest <= TOLERANCE, (rows, kind, found)
 
 
-@pytest.mark.mpi_differs
-@pytest.mark.parallel(SEVERAL)
-def test_halos_under_the_interior(world: Communicator, progress: ProgressEngine) -> None:
-    task = _task("vgg16")
-    plan = plan_of(NETS["vgg16"], "domain", world.size, 1)
-    assert plan is not None
-    early = replace(plan, overlapped=frozenset(f"features.{number}" for number in range(31)))
-    found = compare(on_ranks(replace(task, plan=early), world, progress), _expected(task, world))
-    assert found.largest <= TOLERANCE
-
-
 HASHED: dict[str, StrategyFactory] = {
     "bucketed": Bucketed,
     "sharded": partial(Sharded, options=ShardedOptions(bucket_bytes=512, fc_exchange="always")),

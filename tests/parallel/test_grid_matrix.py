@@ -130,7 +130,7 @@ def _train(task: Task, comm: ThreadCommunicator) -> Result:
     ("net", "grid", "kind"),
     [
         ("vgg16", (3, 1), "domain"),
-        ("vgg16", (2, 2), "overlapped"),
+        ("vgg16", (2, 2), "domain"),
         ("vgg16_bn", (2, 1), "mixed"),
         ("resnet18", (2, 1), "domain"),
         ("resnet18", (4, 1), "tiles"),
@@ -142,10 +142,8 @@ def _train(task: Task, comm: ThreadCommunicator) -> Result:
 def test_memory_that_is_not_in_use_is_not_read(net: str, grid: tuple[int, int], kind: str, kernels: type[KernelSet]) -> None:
     if kernels is OnednnKernelSet and available() is not None:
         pytest.skip(str(available()))
-    plan: ParallelPlan | None = plan_of(NETS[net], "domain" if kind == "overlapped" else kind, *grid)
+    plan: ParallelPlan | None = plan_of(NETS[net], kind, *grid)
     assert plan is not None
-    if kind == "overlapped":
-        plan = replace(plan, overlapped=frozenset(f"features.{k}" for k in range(40)))
     task = replace(NETS[net].task(plan, kernels(), "float32"), steps=2)
     expected = on_virtual_ranks(task)
     with poisoned() as poisoners:
@@ -187,8 +185,7 @@ def test_every_strategy_with_model_and_domain(strategy: str, grid: tuple[int, in
     rows, cols = grid
     for seed in range(SEEDS):
         net = tuple(SPLIT_NETS)[seed % 2] if SEEDS > 1 else ("plain" if rows == 2 else "residual")
-        layers = frozenset({"conv1", "layer1.conv1", "layer1.conv2"} if seed % 3 == 0 else ())
-        task = replace(_task(net), plan=ParallelPlan(rows, cols, _D, SPLIT_NETS[net][1], overlapped=layers))
+        task = replace(_task(net), plan=ParallelPlan(rows, cols, _D, SPLIT_NETS[net][1]))
 
         def program(comm: ThreadCommunicator, task: Task = task) -> Result:
             return train(task, comm, virtual_engine(comm), kind, **options)

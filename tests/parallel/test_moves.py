@@ -124,8 +124,6 @@ def _bound(
 def _pass(operator: Operator, *, early: bool = False) -> Pass:
     buffers = operator.buffers
     before = buffers.input_grads[0].copy()
-    if early:
-        operator.begin_forward()
     operator.forward(StepContext())
     y = buffers.output.copy()
     if isinstance(operator, RecomputedOutput) and operator.recomputes_output:
@@ -163,7 +161,7 @@ def test_moves(ranks: int, early: bool, seed: int | None) -> None:
         found = []
         for number, ((source, target), x) in enumerate(zip(moves, tensors, strict=True)):
             mine = x[relative(source.boxes[comm.rank], whole(x.shape))].copy()
-            spec = RedistributeSpec(source, target, comm.rank, "move", group, early=early)
+            spec = RedistributeSpec(source, target, comm.rank, "move", group)
             found.append(_pass(_bound(spec, mine, 1000 * number + comm.rank, number % 2 == 1), early=early))
         return found
 
@@ -174,40 +172,6 @@ def test_moves(ranks: int, early: bool, seed: int | None) -> None:
             np.testing.assert_array_equal(each.y, cut(x, target.boxes[rank]))
             np.testing.assert_array_equal(each.y, each.recomputed)
         _check_adjoint(passes, accumulate=number % 2 == 1)
-
-
-def test_several_early_moves_travel_at_one_time() -> None:
-    """Each has message buffers of its own: the second may be sent before the first is received."""
-    shape, ranks = (2, 9, 3, 2), 3
-    tiles = layout.tiles(shape, (ranks, 1))
-    targets = [layout.needed(shape, [(box[0], rows, *box[2:]) for box in tiles.boxes]) for rows in ((0, 4), (2, 9), (8, 9))]
-    x = np.random.default_rng(0).standard_normal(shape)
-
-    def program(comm: ThreadCommunicator) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-        group = SplitGroup(comm, virtual_engine(comm))
-        mine = x[relative(tiles.boxes[comm.rank], whole(shape))].copy()
-        specs = [RedistributeSpec(tiles, target, comm.rank, "halo", group, early=True) for target in targets]
-        operators = [_bound(spec, mine, number, False) for number, spec in enumerate(specs)]
-        for operator in operators:
-            operator.begin_forward()
-        for operator in reversed(operators):
-            operator.forward(StepContext())
-        for operator in operators:
-            operator.begin_backward()
-        for operator in reversed(operators):
-            operator.backward_input()
-        return [(each.buffers.output, each.buffers.output_grad, each.buffers.input_grads[0]) for each in operators]
-
-    for seed in (None, 1, 2, 3):
-        results = run_virtual(ranks, program, seed=seed)
-        for number, target in enumerate(targets):
-            expected = np.zeros(shape)
-            for rank, box in enumerate(target.boxes):
-                y, dy, _ = results[rank][number]
-                np.testing.assert_array_equal(y, cut(x, box))
-                expected[relative(box, whole(shape))] += dy
-            for rank, box in enumerate(tiles.boxes):
-                np.testing.assert_allclose(results[rank][number][2], expected[relative(box, whole(shape))], rtol=1e-13)
 
 
 @pytest.mark.parametrize("ranks", RANKS)
@@ -631,19 +595,14 @@ _COUNTED = {
 @pytest.mark.sample(2)
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "grid", "overlapped"),
-    [  # every two of network, grid and overlap meet
-        ("alexnet", (2, 1), True), ("alexnet", (3, 1), False), ("alexnet", (2, 2), True),
-        ("vgg16", (2, 1), False), ("vgg16", (3, 1), True), ("vgg16", (2, 2), False),
-        ("resnet50", (2, 1), True), ("resnet50", (3, 1), False), ("resnet50", (2, 2), True),
-    ],
+    ("name", "grid"),
+    [("alexnet", (2, 2)), ("vgg16", (3, 1)), ("resnet50", (2, 1)), ("resnet50", (3, 1)), ("resnet50", (2, 2))],
     ids=str,
-)  # fmt: skip
-def test_what_is_counted_is_what_the_boxes_say(name: str, grid: tuple[int, int], overlapped: bool) -> None:
+)
+def test_what_is_counted_is_what_the_boxes_say(name: str, grid: tuple[int, int]) -> None:
     model, pixels, use = _COUNTED[name]
     rows, cols = grid
-    early = frozenset(full for full, _ in model().walk()) if overlapped else frozenset()
-    plan = ParallelPlan(rows, cols, Parallelism.DOMAIN, use, overlapped=early)
+    plan = ParallelPlan(rows, cols, Parallelism.DOMAIN, use)
     task = Task(model, NumpyKernelSet(), Sgd, (pixels, pixels, 3), samples=17, batch=7, steps=3, plan=plan)
 
     def program(comm: ThreadCommunicator) -> tuple[int, int]:

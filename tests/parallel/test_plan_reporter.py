@@ -45,8 +45,6 @@ MIXED = {
     "local": {"layer2.*": M, "layer3.*": B},
 }
 
-OVERLAPPED = {"vgg": ("features.3",), "resnet": ("layer1.0.conv1", "layer1.1.conv2"), "local": ("layer1.0.conv1",)}
-
 
 def task_of(name: str, plan: ParallelPlan, batch: int = 5) -> Task:
     model, options, pixels = MODELS[name]
@@ -77,13 +75,12 @@ def description_of(task: Task, *, memory: bool = False) -> PlanReport:
 def plans(name: str, rows: int, cols: int) -> dict[str, ParallelPlan]:
     found = {str(use): ParallelPlan(rows, cols, use) for use in Parallelism}
     found["mixed"] = ParallelPlan(rows, cols, D, MIXED[name])
-    found["overlapped"] = ParallelPlan(rows, cols, D, MIXED[name], overlapped=frozenset(OVERLAPPED[name]))
     if rows == 4:
         found["tiles"] = ParallelPlan(rows, cols, D, tiles=(2, 2))
     return found
 
 
-KINDS = {(3, 1): ("batch", "model", "domain", "mixed", "overlapped"), (2, 2): ("mixed", "domain"), (4, 1): ("tiles",)}
+KINDS = {(3, 1): ("batch", "model", "domain", "mixed"), (2, 2): ("mixed", "domain"), (4, 1): ("tiles",)}
 CASES = [(name, *grid, kind) for name in MODELS for grid, kinds in KINDS.items() for kind in kinds]
 
 

@@ -1,6 +1,5 @@
 """Plans: which use a layer has, how operations are sharded and layouts cut, and where a partitioned graph moves data."""
 
-import random
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -37,7 +36,6 @@ from hpctrain.optim.optimizers import Sgd
 from hpctrain.parallel import layout
 from hpctrain.parallel.layout import Layout, LayoutKind, local_window, receptive_field, window_receptive_field
 from hpctrain.parallel.moves import (
-    JoinRowsSpec,
     NothingSpec,
     PartialMeanSpec,
     RedistributeSpec,
@@ -50,12 +48,9 @@ from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
 from hpctrain.parallel.partition_graph import PartitionedGraph, partition_graph
 from hpctrain.parallel.rank_graph import GridDistribution, LocalGraph, local_graphs, training_plan, whole_graph
 from hpctrain.parallel.sharding_rules import (
-    InteriorSplit,
-    NoInterior,
     OperatorSharding,
     SplitContext,
     shard,
-    split_interior,
 )
 from tests.support import nets
 from tests.support.distributed import Double
@@ -102,7 +97,6 @@ def test_uses_may_be_given_as_plain_strings() -> None:
         ({"cols": -1}, "grid.cols is -1,"),
         ({"rows": True}, "grid.rows is True,"),
         ({"cols": 2.0}, r"grid.cols is 2\.0,"),
-        ({"overlapped": "conv1"}, "must be a set of layer names"),
     ],
 )
 def test_what_is_no_plan_is_refused(given: dict[str, Any], sentence: str) -> None:
@@ -539,78 +533,3 @@ def test_plans_of_equal_graphs_are_one_and_share_operators_of_equal_layers() -> 
         alone.tensors,
     )
     assert [type(step.operator) for step in plan.steps] == [type(step.operator) for step in alone.steps]
-
-
-NO_ROW = NoInterior("has no row that rank 0 of a split group can compute without a halo", by_size=True)
-
-
-def _interior_of(
-    spec: Conv2dSpec | PoolSpec, shape: tuple[int, ...], tiles: tuple[int, int]
-) -> tuple[InteriorSplit | NoInterior, OperatorSharding, Layout]:
-    ranks = tiles[0] * tiles[1]
-    own = layout.tiles(shape, tiles)
-    output = spec.output(TensorSpec(shape, "float64")).shape
-    context = SplitContext((shape[0], *(0,) * (ranks - 1)), tiles)
-    sharding = shard(Node("conv", spec, (0,), 1), [own], output, Parallelism.DOMAIN, context)
-    return split_interior(spec, sharding, own), sharding, own
-
-
-def _convolution(kernel: int, stride: int, padding: int) -> Conv2dSpec:
-    return Conv2dSpec(2, 3, Window((kernel, 3), (stride, 1), (padding, padding, 1, 1)))
-
-
-def test_random_convolutions_are_cut_into_what_they_are() -> None:
-    chance = random.Random(0)
-    found = 0
-    for _ in range(300):
-        kernel, stride = chance.randint(1, 7), chance.randint(1, 3)
-        spec = _convolution(kernel, stride, chance.randint(0, kernel))
-        ranks, shape = chance.randint(2, 5), (2, chance.randint(kernel, 40), 5, 2)
-        split, sharding, own = _interior_of(spec, shape, (ranks, 1))
-        if isinstance(split, NoInterior):
-            continue
-        found += 1
-        for rank in range(ranks):
-            rows = [part.writes.boxes[rank][1] for part in (split.top, split.interior, split.bottom)]
-            whole = sharding.writes.boxes[rank][1]
-            assert [r for part in rows for r in range(*part)] == list(range(*whole))
-            assert rows[1][0] < rows[1][1]  # something is computed while halos travel
-            assert split.interior.reads.boxes[rank] == own.boxes[rank]
-            for part in (split.top, split.interior, split.bottom):
-                x = TensorSpec(shape_of(part.reads.boxes[rank]), "float64")
-                assert part.specs[rank].output(x).shape == shape_of(part.writes.boxes[rank])
-    assert found > 60
-
-
-@pytest.mark.parametrize(
-    ("spec", "shape", "tiles", "why"),
-    [
-        (_convolution(1, 1, 0), (1, 12, 5, 2), (3, 1), NoInterior("reads no row of another rank")),
-        (_convolution(7, 1, 3), (1, 9, 5, 2), (3, 1), NO_ROW),
-        (_convolution(3, 1, 1), (1, 2, 5, 2), (3, 1), NO_ROW),
-        (_convolution(3, 1, 1), (1, 12, 8, 2), (2, 2), NoInterior("has images that are split by columns too (grid.tiles)")),
-        (PoolSpec("max", Window((3, 3), (1, 1), (1, 1, 1, 1))), (1, 12, 5, 2), (3, 1), NoInterior("is not a convolution")),
-    ],
-)
-def test_what_is_left_undivided_and_why(
-    spec: Conv2dSpec | PoolSpec, shape: tuple[int, ...], tiles: tuple[int, int], why: NoInterior
-) -> None:
-    assert _interior_of(spec, shape, tiles)[0] == why
-
-
-@pytest.mark.parametrize("use", [Parallelism.MODEL, Parallelism.BATCH])
-def test_other_uses_are_left_undivided(use: Parallelism) -> None:
-    spec, shape = _convolution(3, 1, 1), (2, 12, 5, 2)
-    own = layout.tiles(shape, (2, 1))
-    sharding = shard(Node("conv", spec, (0,), 1), [own], (2, 12, 5, 3), use, SplitContext((1, 1), (2, 1)))
-    assert split_interior(spec, sharding, own) == NoInterior("is not under domain")
-
-
-def test_windows_that_lie_in_the_padding_next_to_the_image_are_left_undivided() -> None:
-    spec = Conv2dSpec(2, 3, Window((3, 4), (1, 3), (1, 1, 4, 0)))
-    assert isinstance(_interior_of(spec, (1, 12, 1, 2), (2, 1))[0], NoInterior)
-
-
-def test_joined_rows_add_up() -> None:
-    parts = [TensorSpec((2, rows, 5, 3), "float64") for rows in (0, 4, 1)]
-    assert JoinRowsSpec().output(*parts).shape == (2, 5, 5, 3)

@@ -41,7 +41,7 @@ from hpctrain.nn.layers import (
 from hpctrain.nn.network import Network
 from hpctrain.nn.parameter import ParameterSpec
 from hpctrain.parallel.groups import GridGroups, RankStatistics, merge_moments
-from hpctrain.parallel.moves import RedistributeOperator, moved
+from hpctrain.parallel.moves import moved
 from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
 from hpctrain.parallel.partition_graph import partition_graph
 from hpctrain.parallel.rank_graph import GridDistribution
@@ -65,7 +65,6 @@ def _all_uses(
     model: Layer, shape: tuple[int, int, int], ranks: int, tiles: tuple[int, int] | None = None, samples: int = 3
 ) -> list[Trial]:
     plans = [ParallelPlan(ranks, 1, use) for use in Parallelism]
-    plans += [ParallelPlan(ranks, 1, Parallelism.DOMAIN, overlapped=frozenset(name for name, _ in model.walk()))]
     plans += [] if tiles is None else [ParallelPlan(ranks, 1, Parallelism.DOMAIN, tiles=tiles)]
     return [Trial(model, shape, _counts(samples, ranks), plan) for plan in plans]
 
@@ -243,8 +242,7 @@ def _drawn_plan(chance: random.Random, ranks: int, model: Layer) -> ParallelPlan
     vertical = chance.choice([ranks, ranks, *(n for n in range(1, ranks + 1) if ranks % n == 0)])
     second = chance.choice([Parallelism.DOMAIN, Parallelism.DOMAIN, Parallelism.MODEL, Parallelism.BATCH])
     use = {"second": second} if "second" in model.children() else {}
-    overlapped = frozenset(name for name in model.children() if chance.random() < 0.5)
-    return ParallelPlan(ranks, 1, Parallelism.DOMAIN, use, (vertical, ranks // vertical), overlapped, hides=chance.random() < 0.9)
+    return ParallelPlan(ranks, 1, Parallelism.DOMAIN, use, (vertical, ranks // vertical), hides=chance.random() < 0.9)
 
 
 def _layer_trial(seed: int) -> tuple[random.Random, Layer, tuple[int, int, int]]:
@@ -341,8 +339,7 @@ def _network_trial(seed: int, ranks: int) -> Trial:
     uses = {name: chance.choice(list(Parallelism)) for name in model.children()}
     use = {pattern: each for name, each in uses.items() for pattern in (name, f"{name}.*") if _matches(model, name, pattern)}
     vertical = chance.choice([n for n in range(1, ranks + 1) if ranks % n == 0] + [ranks])
-    early = frozenset(name for name, _ in model.walk() if chance.random() < 0.5)
-    plan = ParallelPlan(ranks, 1, chance.choice(list(Parallelism)), use, (vertical, ranks // vertical), early)
+    plan = ParallelPlan(ranks, 1, chance.choice(list(Parallelism)), use, (vertical, ranks // vertical))
     counts = tuple(owners.count(rank) for rank in range(ranks))
     return Trial(model, shape, counts, plan, seed, training=chance.random() < 0.9)
 
@@ -401,26 +398,21 @@ def test_parts_of_parameters_are_those_of_the_whole_network(rows: int) -> None:
         np.testing.assert_array_equal(joined, parameter.data, err_msg=name)
 
 
-@pytest.mark.parametrize("early", [False, True])
 @pytest.mark.parametrize("use", [_D, _M])
 @pytest.mark.parametrize("rows", [2, 3])
-def test_memory_of_a_program_is_the_arena_and_its_messages(rows: int, use: Parallelism, early: bool) -> None:
-    """Known before the program is made: one buffer for all moves, and one more for each that travels under computation."""
-    names = frozenset(full for full, _ in nets.residual().walk()) if early else frozenset()
-    plan = ParallelPlan(rows, 1, use, overlapped=names)
+def test_memory_of_a_program_is_the_arena_and_its_messages(rows: int, use: Parallelism) -> None:
+    """Known before the program is made: one buffer for all moves."""
+    plan = ParallelPlan(rows, 1, use)
 
-    def program(comm: ThreadCommunicator) -> int:
+    def program(comm: ThreadCommunicator) -> None:
         network, _, distribution = _network_on(comm, nets.residual(), plan)
         needed = network.arena_bytes(2, training=True)
         assert distribution.group.buffer_bytes == 0
         made = network.program((2,) * rows, training=True)
-        moves = [step.operator for step in made.steps if isinstance(step.operator, RedistributeOperator)]
-        apart = sum(move.message_bytes for move in moves if move.begins_early)
-        assert needed == made.plan.arena_bytes + distribution.group.buffer_bytes + apart
+        assert needed == made.plan.arena_bytes + distribution.group.buffer_bytes
         assert distribution.group.buffer_bytes > 0
-        return apart
 
-    assert (sum(run_virtual(rows, program)) > 0) == (early and use is _D)
+    run_virtual(rows, program)
 
 
 def test_optimiser_state_and_gradients_are_a_share() -> None:

@@ -270,7 +270,7 @@ def test_a_plan_without_a_job_says_what_is_missing(folder: Path, search: _Search
 VGG16 = Path(__file__).parents[2] / "configs" / "imagenet-vgg16.yaml"
 OPEN = ("model={name: vgg11, width: 0.05}", "batch=14", "backend=numpy", "grid=auto", "plan=auto", "averager=auto")
 SECTIONS = {
-    "grid": {"rows": 2, "cols": 2, "tiles": None, "overlap": ["features.0"]},
+    "grid": {"rows": 2, "cols": 2, "tiles": None},
     "plan": {"default": "batch", "features.*": "domain", "classifier.*": "model"},
     "averager": {"name": "sharded", "fc_exchange": "never"},
 }
@@ -312,7 +312,7 @@ def test_what_is_open_gets_the_chosen_values_and_nothing_else_changes() -> None:
     config = _open_config()
     applied = _choice_for(_task()).applied(config)
     assert applied.automatic == ()
-    assert (applied.grid.rows, applied.grid.cols, applied.grid.overlap) == (2, 2, ("features.0",))
+    assert (applied.grid.rows, applied.grid.cols) == (2, 2)
     assert applied.plan.patterns == {"features.*": "domain", "classifier.*": "model"}
     assert (applied.averager.name, applied.averager.options) == ("sharded", {"fc_exchange": "never"})
     others = set(Config.model_fields) - set(SECTIONS)

@@ -117,17 +117,6 @@ def passes(text, *overrides):
         ("batch: 9", "batch: 2", 13, ["batch is 2", "3 ranks (grid.cols)", "smallest batch is 3"]),
         ("cols: 3", "rows: 4\n  tiles: [3, 2]", 26, ["3 x 2 make 6 parts", "grid.rows is 4", "4 x 1"]),
         ("cols: 3", 'cols: 3\nplan:\n  "layer2.*": domain\n  "layers3.*": domain', 28, ["'layers3.*'", '"layer3.']),
-        ("cols: 3", 'rows: 2\n  overlap: ["*.conv2", "konv1"]\nplan:\n  default: domain', 26, ["'konv1'", 'nearest is "conv1"']),
-        (
-            "cols: 3",
-            'rows: 2\n  overlap: ["*.conv2", "*.relu1"]\nplan:\n  default: domain',
-            26,
-            ["'*.relu1', but no such layer", "relu1 is not a convolution", "or leave it out"],
-        ),
-        ("cols: 3", 'rows: 1\n  overlap: ["*.conv2"]', 26, ["'*.conv2', but grid.rows is 1", "set grid.rows to 2 or more"]),
-        ("cols: 3", 'rows: 2\n  overlap: ["*.conv2"]', 26, ["layer1.0.conv2 is not under domain"]),
-        ("cols: 3", "rows: 2\n  overlap: [conv1]\nplan:\n  default: domain", 26, ["conv1 reads its halo from the data file"]),
-        ("cols: 3", 'rows: 4\n  tiles: [2, 2]\n  overlap: ["*.conv2"]\nplan:\n  default: domain', 27, ["split by columns too"]),
         ("batch: 9", "batch: 9\nmicro_batches: 10", 14, ["micro_batches is 10", "largest value is 9"]),
         ("batch: 9", "batch: 9\ndtype: float64\nbackend: onednn", 15, ["onednn", "does not compute in float64", '"numpy"']),
         ("batch: 9", "batch: 9\nprecision: tf32\nbackend: onednn", 14, ["precision is tf32, which only backend cuda"]),
@@ -446,7 +435,7 @@ def test_the_schema_knows_every_name_once(section: str, kind: str) -> None:
 def test_the_schema_lets_sections_be_left_to_the_run() -> None:
     schema = SCHEMA
     assert [schema[section]["anyOf"][0]["const"] for section in ("GridConfig", "PlanConfig")] == ["auto", "auto"]
-    assert set(schema["GridConfig"]["anyOf"][1]["properties"]) == {"rows", "cols", "tiles", "overlap"}
+    assert set(schema["GridConfig"]["anyOf"][1]["properties"]) == {"rows", "cols", "tiles"}
     assert "default" in schema["PlanConfig"]["anyOf"][1]["properties"]
 
 

@@ -54,7 +54,7 @@ from hpctrain.planner.planned_run import (
     prepare,
 )
 from hpctrain.planner.program.group_schedules import group_strategies
-from hpctrain.planner.program.step_program import predict, step_program
+from hpctrain.planner.program.step_program import step_program
 from hpctrain.planner.search import configured_search
 from hpctrain.planner.search.configured_search import (
     SearchTask,
@@ -247,7 +247,7 @@ CANDIDATES = [
     Candidate(ParallelPlan(1, 4)),
     Candidate(ParallelPlan(2, 2, "domain", {"classifier.*": "model"}), AveragerChoice("bucketed", {"bucket_bytes": 1 << 20}), 2),
     Candidate(
-        ParallelPlan(4, 1, "domain", tiles=(2, 2), overlapped=frozenset({"stage2.conv"})),
+        ParallelPlan(4, 1, "domain", tiles=(2, 2)),
         AveragerChoice("sharded", {"window": None}),
     ),
     Candidate(
@@ -527,49 +527,18 @@ def test_nothing_is_fixed_but_what_is_kept() -> None:
 
 
 @pytest.mark.parametrize("plan", ["kept", "open"])
-@pytest.mark.parametrize(
-    ("options", "tiles", "overlapped"),
-    [(("grid.tiles=[2,2]",), (2, 2), frozenset()), (("grid.overlap=['stage*.conv']",), None, frozenset({"stage2.conv"}))],
-)
-def test_a_kept_grid_keeps_its_tiles_and_overlapped_layers(
-    options: tuple[str, ...], tiles: tuple[int, int] | None, overlapped: frozenset[str], plan: str
-) -> None:
-    """The search keeps the keys of a kept grid, drops those of an open one, and names no layers that a run would refuse."""
-    words = ("grid.rows=4", "grid.cols=1", "plan.default=domain", *options)
+def test_a_kept_grid_keeps_its_tiles(plan: str) -> None:
+    """The search keeps the keys of a kept grid, and drops those of an open one."""
+    words = ("grid.rows=4", "grid.cols=1", "plan.default=domain", "grid.tiles=[2,2]")
     kept = grid_task(*words, keep=("grid", "averager", "micro_batches", *(("plan",) if plan == "kept" else ())))
     space, job = space_of(kept), on_any_grid(kept).job
     for choice in (AveragerChoice(), AveragerChoice("blocking")):
         for estimate in GridEstimates(job, MACHINE, RateCosts(MACHINE), space, (4, 1)).best(choice):
-            found = estimate.candidate.plan
-            assert found.tiles == tiles
-            if plan == "kept":
-                assert overlapped == found.overlapped
-            config = with_candidate(kept.config, estimate.candidate)
-            prepare(config, 4, IMAGE, 10)  # refuses names without effect
-            assert config.grid.tiles == tiles
-    domain = GridEstimates(job, MACHINE, RateCosts(MACHINE), space, (4, 1))
-    uses = [None if plan == "kept" else Parallelism.DOMAIN] * domain.segment_count
-    assert overlapped <= domain.of_uses(AveragerChoice(), uses).candidate.plan.overlapped
+            assert estimate.candidate.plan.tiles == (2, 2)
+            assert with_candidate(kept.config, estimate.candidate).grid.tiles == (2, 2)
     opened = space_of(grid_task(*words, keep=("plan",)))
     assert opened.fixed_plan is not None
-    assert (opened.fixed_plan.tiles, opened.fixed_plan.overlapped) == (None, frozenset())
-
-
-@pytest.mark.parametrize(("rows", "per_node"), [(2, 1), (4, 2)])
-def test_an_interior_hides_its_halo(rows: int, per_node: int) -> None:
-    """The program does not exchange overlapped halos before it computes the interior."""
-    link = Link((LinkSegment(0, 2e-3, 1e-9),))
-    slow = Machine("slow", 4, per_node, 1.0, 1 << 34, link, link, 1, dict.fromkeys(OperatorClass, OperatorRate(1e9, 1e9, 1e-6)))
-    words = (f"grid.rows={rows}", "grid.cols=1", "plan.default=domain", "batch=4", "model.width=2.0")
-    exposed = {}
-    for overlap in ("[]", "['stage2.conv']"):
-        config, _ = load(GRID, ("backend=numpy", *words, f"grid.overlap={overlap}"))
-        task = prepare(config, rows, IMAGE, 10)
-        exposed[overlap] = predict(task.job, task.candidate, slow, RateCosts(slow))
-    before, after = exposed.values()
-    assert after.step.exposed_seconds < before.step.exposed_seconds - 1e-4
-    assert after.step.seconds < before.step.seconds
-    assert after.exchanged_bytes == before.exchanged_bytes
+    assert opened.fixed_plan.tiles is None
 
 
 @pytest.mark.parametrize(("keep", "grid"), [((), (1, 4)), (("grid",), (2, 2))])

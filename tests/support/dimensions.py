@@ -20,10 +20,10 @@ from hpctrain.backend.cuda.runtime import CudaRuntime
 from hpctrain.backend.graph import Graph, GraphBuilder
 from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
 from hpctrain.backend.operators import KernelSet
-from hpctrain.backend.specs import BatchNormSpec, Conv2dSpec, TensorSpec, parameter_dtype
+from hpctrain.backend.specs import BatchNormSpec, TensorSpec, parameter_dtype
 from hpctrain.comm.groups import coordinates
 from hpctrain.config.checks import host_choice_fault, mixing_fault, progress_fault, transport_fault, wire_fault
-from hpctrain.config.grid import check_batch, check_overlap
+from hpctrain.config.grid import check_batch
 from hpctrain.config.images import check_image_shapes
 from hpctrain.config.schema import Config, MixingConfig
 from hpctrain.core.errors import HpctrainError
@@ -89,7 +89,6 @@ DIMENSIONS: Mapping[str, Mapping[str, Any]] = {
     },
     "batch": {"8": 8, "3": 3},  # of 19 samples, so that an epoch ends with 3 or 1: fewer than ranks
     "tiles": {"rows": None, "columns": (1, 0), "both": (2, 2)},  # 0: as many as the grid has rows
-    "interior-first": {"no": False, "yes": True},
     "hides": {"yes": True, "no": False},
     "slices": {"default": None, "tiny": (100, 40), "small": (1500, 400)},  # bucket_bytes, slice_parameters
     "sizes": {"default": None, "measured": "measured"},
@@ -271,7 +270,7 @@ def config_of(row: Row, folder: Path = Path(), every_steps: int = 0) -> Config:
             "epochs": -(-steps_of(row) // steps_per_epoch(row)),
             "optimizer": {"lr": 0.05, **value_of(row, "optimizer")},
             "schedule": "constant",
-            "grid": {"rows": value_of(row, "grid")[0], "overlap": ["*"] if value_of(row, "interior-first") else []},
+            "grid": {"rows": value_of(row, "grid")[0]},
             "averager": {"name": value_of(row, "averager"), **averager_options(row)},
         }
     )
@@ -284,9 +283,8 @@ def parallel_plan(row: Row) -> ParallelPlan:
     tiles = value_of(row, "tiles")
     if tiles is not None:
         tiles = (tiles[0], tiles[1] or rows)
-    overlapped = frozenset(_convolutions(row.get("net", VALUES["net"][0])) if value_of(row, "interior-first") else ())
     plan = ParallelPlan(
-        rows, cols, _D if mixed else Parallelism(use), net.mixed if mixed else {}, tiles, overlapped, hides=value_of(row, "hides")
+        rows, cols, _D if mixed else Parallelism(use), net.mixed if mixed else {}, tiles, hides=value_of(row, "hides")
     )
     plan.check([node.name for node in graph_of(row.get("net", VALUES["net"][0])).nodes])
     return plan
@@ -296,10 +294,6 @@ def parallel_plan(row: Row) -> ParallelPlan:
 def graph_of(net: str) -> Graph:
     builder = GraphBuilder(TensorSpec((1, *Task.image_shape), "float64"))
     return builder.build(DIMENSIONS["net"][net].model().lower(builder, 0, ""))
-
-
-def _convolutions(net: str) -> list[str]:
-    return [node.name for node in graph_of(net).nodes if isinstance(node.spec, Conv2dSpec)]
 
 
 def frozen_layers(row: Row) -> tuple[str, ...]:
@@ -415,7 +409,7 @@ AVERAGING = (
 
 DATA = ("data", "grid")
 
-PLANNING = ("grid", "plan", "net", "tiles", "interior-first", "hides")
+PLANNING = ("grid", "plan", "net", "tiles", "hides")
 
 SIZING = ("net", "image_sizes")
 
@@ -553,7 +547,7 @@ def _refused_plan(items: tuple[tuple[str, str], ...]) -> str | None:
         return None
 
     def attempt() -> None:
-        check_overlap(_config_of_grid(_only(row, ("grid", "interior-first"))), graph_of(row["net"]), parallel_plan(row))
+        parallel_plan(row)
         if "batch" in row:
             check_batch(value_of(row, "batch"), *value_of(row, "grid"))
 
@@ -561,11 +555,6 @@ def _refused_plan(items: tuple[tuple[str, str], ...]) -> str | None:
     if sentence is None and "averager" in row and splits_parameters(row):
         return _refused_over_nothing(_only(row, ("averager",)), split=True)
     return sentence
-
-
-@cache
-def _config_of_grid(items: tuple[tuple[str, str], ...]) -> Config:
-    return config_of(dict(items))
 
 
 @cache

@@ -35,8 +35,8 @@ class Poisoner:
         self._blocks = [(buffer.region.offset, buffer.block) for buffer in plan.buffers]
         self._unused: dict[int, list[slice]] = {}
 
-    def before_forward(self, action: Action, k: int) -> None:
-        self._overwrite(self._forward[action, k])
+    def before_forward(self, k: int) -> None:
+        self._overwrite(self._forward[Action.FORWARD, k])
 
     def before_loss(self) -> None:
         self._overwrite(self._loss)
@@ -74,9 +74,9 @@ def poisoned() -> Iterator[list[Poisoner]]:
 
     act_forward, loss, act_backward = Program._act_forward, Program.loss, Program._act_backward
 
-    def forward(self: Program, action: Action, k: int, *rest: Any) -> None:
-        of(self).before_forward(action, k)
-        act_forward(self, action, k, *rest)
+    def forward(self: Program, k: int, *rest: Any) -> None:
+        of(self).before_forward(k)
+        act_forward(self, k, *rest)
 
     def at_loss(self: Program, *arguments: Any) -> Any:
         of(self).before_loss()

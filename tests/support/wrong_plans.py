@@ -36,10 +36,9 @@ def lowered(model: Layer, shape: tuple[int, int, int], samples: int = 3) -> Grap
     return builder.build(model.lower(builder, 0, ""))
 
 
-def split(model: Layer, shape: tuple[int, int, int], *, overlapped: bool = False) -> Graph:
+def split(model: Layer, shape: tuple[int, int, int]) -> Graph:
     """The graph that the first of two ranks computes of the model on images that are split by rows."""
-    names = frozenset(name for name, _ in model.walk()) if overlapped else frozenset()
-    plan = ParallelPlan(2, 1, Parallelism.DOMAIN, overlapped=names)
+    plan = ParallelPlan(2, 1, Parallelism.DOMAIN)
     group = SplitGroup(SingleCommunicator(), ProgressEngine(rank=0, deadline_seconds=1.0, abort=lambda code: None))
     return partition_graph(lowered(model, shape), plan, (2, 1)).local(0, group)
 
@@ -61,7 +60,6 @@ GRAPHS: dict[str, Callable[[], Graph]] = {
     "preactivation": lambda: lowered(_preactivation(), (9, 8, 3)),
     "resnet20": lambda: lowered(catalogue.build("resnet20", {"classes": 5, "shortcut": "projection"}), (33, 33, 3)),
     "split": lambda: split(nets.residual(), (17, 8, 3)),
-    "overlapped": lambda: split(nets.residual(), (33, 8, 3), overlapped=True),
     "wide": lambda: split(catalogue.build("vgg", {"depth": 11, "batch_norm": True, "width": 0.5, "classes": 5}), (32, 32, 3)),
     # The image is put together again for backward, and the ReLU worked in place on it.
     "flat": lambda: split(_flat(), (7, 5, 2)),
@@ -287,15 +285,6 @@ def _forward_swapped(plan: ExecutionPlan, chance: random.Random) -> ExecutionPla
     return replace(plan, forward=_moved(plan.forward, time, time - 1))
 
 
-def _ends_after_its_reader(plan: ExecutionPlan, chance: random.Random) -> ExecutionPlan:
-    """An operation that began early ends after the step that reads it."""
-    times = _positions(plan.forward, lambda action, k: action is Action.FORWARD and plan.steps[k].begins_early)
-    time = chance.choice([t for t in times if plan.memory[plan.forward[t][1]].output.size_bytes])
-    output = plan.steps[plan.forward[time][1]].output
-    reader = next(t for t, (_, k) in enumerate(plan.forward) if output in plan.steps[k].inputs)
-    return replace(plan, forward=_moved(plan.forward, time, reader))
-
-
 def _sent_too_soon(plan: ExecutionPlan, chance: random.Random) -> ExecutionPlan:
     """A gradient begins to travel before the step that computes it."""
     time = chance.choice(_positions(plan.backward, lambda action, k: action is B))
@@ -379,7 +368,6 @@ FAULTS = (
     Fault("parameters freed before they are read for the last time", "plain", _plan(_freed_early)),
     Fault("gradients in the wrong order", "resnet20", _plan(_backward_swapped)),
     Fault("forward in the wrong order", "residual", _plan(_forward_swapped)),
-    Fault("a halo that ends after its reader", "overlapped", _plan(_ends_after_its_reader)),
     Fault("a gradient that travels too soon", "split", _plan(_sent_too_soon)),
     Fault("a gradient overwritten that had to be added to", "residual", _memory(lambda p, c: _adds(p, c, adding=True))),
     Fault("a gradient added to nothing", "residual", _memory(lambda p, c: _adds(p, c, adding=False))),

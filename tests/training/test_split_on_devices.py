@@ -26,7 +26,7 @@ from hpctrain.nn.layers import Layer
 from hpctrain.nn.program import Program
 from hpctrain.optim.base import Optimizer
 from hpctrain.optim.optimizers import Adamw, Lars, Sgd
-from hpctrain.parallel.moves import RedistributeOperator, moved, moved_back
+from hpctrain.parallel.moves import moved, moved_back
 from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
 from hpctrain.parallel.partition_graph import PartitionedGraph
 from hpctrain_testing.emulator.device import EmulatedDevice
@@ -68,14 +68,11 @@ PRESSING: dict[int, tuple[type, dict[str, Any]]] = {
 
 
 def plan_of(model: str, kind: str, rows: int, cols: int) -> ParallelPlan:
-    """One of the kinds of plans on a grid; "early" lets halos travel while interiors are computed."""
+    """One of the kinds of plans on a grid."""
     if kind == "mixed":
         return ParallelPlan(rows, cols, Parallelism.DOMAIN, _MIXED[model])
     if kind == "tiles":
         return ParallelPlan(rows, cols, Parallelism.DOMAIN, tiles=(1, rows))
-    if kind == "early":
-        names = frozenset(full for full, _ in MODELS[model]().walk())
-        return ParallelPlan(rows, cols, Parallelism.DOMAIN, overlapped=names)
     return ParallelPlan(rows, cols, Parallelism(kind))
 
 
@@ -110,7 +107,7 @@ def alone(task: Task) -> Result:
 @pytest.mark.parametrize("seed", range(20))
 def test_whatever_the_orders_of_streams_and_messages(seed: int, emulated_device: EmulatedDeviceFactory) -> None:
     """Uneven micro-batches, norms over both groups of parameters, and batches of which a split group has no sample."""
-    model, kind = list(MODELS)[seed % 3], ("mixed", "early", "model", "domain")[seed % 4]
+    model, kind = list(MODELS)[seed % 3], ("mixed", "tiles", "model", "domain")[seed % 4]
     rows, cols = ((2, 1), (3, 1), (2, 2))[seed // 4 % 3]
     changes: dict[str, Any] = {"micro_batches": 1 + seed % 2} if model != "residual" else {}
     task = task_of(model, kind, rows, cols, optimizer=OPTIMIZERS[seed % 4], **changes)
@@ -137,14 +134,13 @@ def test_two_groups_of_parameters_do_not_wait_for_each_other_with_nccl(
 
 @pytest.mark.sample(1)
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["mixed", "early"])
-def test_every_place_that_waits_matters(kind: str, emulated_device: EmulatedDeviceFactory) -> None:
+def test_every_place_that_waits_matters(emulated_device: EmulatedDeviceFactory) -> None:
     """Passes of two ranks, one of which leaves a wait of its moves out, end otherwise for some order of the work.
 
     Averaging waits at the same places: so there is none, and each rank keeps its own gradients. Two waits are left to
     test_mirrors: that before a mirror is used again, and that of a rank which only receives, into a place that is still read.
     """
-    task = task_of("plain", kind, 2, 1, steps=2)
+    task = task_of("plain", "mixed", 2, 1, steps=2)
     made: list[EmulatedDevice] = []
 
     def kernels(rank: int, ignored_wait: int | None = None, seed: int = 1) -> KernelSet:
@@ -199,13 +195,13 @@ def forward_and_backward(run: Program, batch: Batch) -> None:
 
 @pytest.mark.sample(2)
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["model", "domain", "mixed", "early"])
+@pytest.mark.parametrize("kind", ["model", "domain", "mixed"])
 @pytest.mark.parametrize("grid", [(2, 1), (3, 1), (2, 2)], ids=lambda grid: "x".join(map(str, grid)))
 def test_bytes_over_the_bus_are_those_of_the_plan(
     grid: tuple[int, int], kind: str, emulated_device: EmulatedDeviceFactory
 ) -> None:
     """In integers: what a rank sends leaves, what it receives arrives, in forward and, the other way round, in backward."""
-    task = task_of("residual" if kind == "early" else "plain", kind, *grid)
+    task = task_of("plain", kind, *grid)
 
     def program(comm: ThreadCommunicator) -> None:
         kernels = kernels_on(emulated_device(comm.rank))
@@ -213,21 +209,16 @@ def test_bytes_over_the_bus_are_those_of_the_plan(
         network, distribution = replica.network, replica.distribution
         assert distribution is not None
         sent = received = 0
-        early: dict[tuple[int, ...], int] = {}  # elements of messages with memory of their own, by program
         for batch in batches(task, replica.groups.position, comm.size, replica.tiles):
             counts = batch.share.counts
-            run = network.program(counts, training=True)
-            forward_and_backward(run, batch)
+            forward_and_backward(network.program(counts, training=True), batch)
             partitioned = distribution.partitioned(network.graph(sum(counts)), counts)
             for there, back in words(partitioned, distribution.group.rank):
                 sent, received = sent + there, received + back
-            moves = [step.operator for step in run.steps if isinstance(step.operator, RedistributeOperator)]
-            early[counts] = sum(move.share.send_size + move.share.receive_size for move in moves if move.begins_early)
         assert sent > 0
-        assert (sum(early.values()) > 0) == (kind == "early")
         mirrors = kernels.arithmetic.mirrors()
         assert (mirrors.copied.to_host, mirrors.copied.from_host) == (8 * sent, 8 * received)
-        assert mirrors.pinned_bytes == distribution.group.buffer_bytes + 8 * sum(early.values())
+        assert mirrors.pinned_bytes == distribution.group.buffer_bytes
 
     run_virtual(grid[0] * grid[1], program)
 
@@ -247,9 +238,8 @@ def words(graph: PartitionedGraph, rank: int) -> Iterator[tuple[int, int]]:
 
 @pytest.mark.sample(1)
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["mixed", "early"])
-def test_steps_allocate_nothing_and_wait_where_it_is_said(kind: str, emulated_device: EmulatedDeviceFactory) -> None:
-    task = task_of("residual", kind, 2, 1, steps=9, samples=40)
+def test_steps_allocate_nothing_and_wait_where_it_is_said(emulated_device: EmulatedDeviceFactory) -> None:
+    task = task_of("residual", "mixed", 2, 1, steps=9, samples=40)
     page = (Path(__file__).parents[2] / "docs" / "gpu.md").read_text()
 
     def program(comm: ThreadCommunicator) -> list[str]:

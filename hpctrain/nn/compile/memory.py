@@ -46,10 +46,8 @@ class Timeline:
     def __init__(self, steps: Steps, forward: Actions, backward: Actions) -> None:
         self.loss = len(forward)
         self.end = self.loss + 1 + len(backward)
-        self._forward: defaultdict[int, list[int]] = defaultdict(list)
+        self._forward = {k: time for time, (_, k) in enumerate(forward)}
         self._backward: defaultdict[int, list[tuple[Action, int]]] = defaultdict(list)
-        for time, (_, k) in enumerate(forward):
-            self._forward[k].append(time)
         for time, (action, k) in enumerate(backward, self.loss + 1):
             self._backward[k].append((action, time))
         self.first_writers: dict[int, Reader] = {steps.output: LOSS}
@@ -57,8 +55,8 @@ class Timeline:
             for i, tensor in enumerate(steps.steps[k].inputs):
                 self.first_writers.setdefault(tensor, (k, i))
 
-    def forward(self, k: int) -> Sequence[int]:
-        """Return the times at which step k reads its inputs in forward. It writes its output at the last of these times."""
+    def forward(self, k: int) -> int:
+        """Return the time at which step k runs in forward."""
         return self._forward[k]
 
     def backward(self, k: int, actions: Sequence[Action]) -> list[int]:
@@ -137,12 +135,11 @@ def _add_activations(steps: Steps, line: Timeline, collector: _Collector) -> Non
         operator, computes, remakes = step.operator, line.backward(k, _COMPUTES), line.backward(k, _REMAKES)
         # Backward reads the output if the operator declares it; some operators read it in their first half only.
         reads_output = () if not operator.needs_output else computes[:1] if step.reads_output_once else computes
-        # A view writes nothing. All other steps write at the end of forward, and again when they are recomputed.
-        writes = () if step.is_view else (line.forward(k)[-1], *remakes)
+        # A view writes nothing. All other steps write in forward, and again when they are recomputed.
+        writes = () if step.is_view else (line.forward(k), *remakes)
         use(step.output, writes=writes, reads=reads_output)
         for i, tensor in enumerate(step.inputs):
-            # The message of a step that begins early is sent from the input's memory, so the input is read until the step ends.
-            use(tensor, reads=[*line.forward(k), *(computes if operator.needs_inputs[i] else ())])
+            use(tensor, reads=[line.forward(k), *(computes if operator.needs_inputs[i] else ())])
         use(step.inputs[0], reads=remakes)  # a step that is recomputed has one input
 
 
@@ -168,7 +165,7 @@ def _add_buffers_of_steps(steps: Steps, line: Timeline, collector: _Collector) -
     """Add each step's separate memory: saved memory, scratch of one action, and partial gradients."""
     for k, step in enumerate(steps.steps):
         operator = step.operator
-        runs = [line.forward(k)[-1], *line.backward(k, (*_COMPUTES, *_REMAKES))]
+        runs = [line.forward(k), *line.backward(k, (*_COMPUTES, *_REMAKES))]
         if operator.saved_bytes:
             collector.add(("saved", k), operator.saved_bytes, writes=runs[:1], reads=runs)
         # Scratch has undefined content at the start of each use, so each use is a write and is live for one action.
@@ -241,7 +238,7 @@ def _share_activations(steps: Steps, line: Timeline, uses: Mapping[Key, Use]) ->
         if step.inputs.count(source) > 1 or owner == 0:
             continue
         # A later reader of the storage (in forward, in backward or in a recomputation) would read the output instead.
-        if last[owner] > line.forward(k)[-1]:
+        if last[owner] > line.forward(k):
             continue
         storage = [owner if root == target else root for root in storage]
         last[owner] = max(last[owner], last[target])

@@ -8,7 +8,6 @@ from enum import Enum, auto
 from hpctrain.backend.graph import Node
 from hpctrain.backend.operators import (
     Accumulating,
-    DeferredStart,
     InPlace,
     InputView,
     JointBackward,
@@ -27,7 +26,7 @@ class Action(Enum):
     COPY = auto()  # copy a tensor to another layout again
     PARAMETERS = auto()  # gradients of the parameters
     INPUT = auto()  # gradients of the inputs
-    BEGIN = auto()  # start sending the input (in backward, the output's gradient), which is complete
+    BEGIN = auto()  # start sending the output's gradient, which is complete
     FREE = auto()  # the parameters were read for the last time
 
 
@@ -82,11 +81,6 @@ class PlannedStep:
     def joint_backward(self) -> bool:
         """Whether the first half of backward also writes the inputs' gradients."""
         return isinstance(self.operator, JointBackward)
-
-    @property
-    def begins_early(self) -> bool:
-        """Whether the step has two actions in forward: BEGIN at its own position, and FORWARD just before its first reader."""
-        return isinstance(self.operator, DeferredStart) and self.operator.begins_early
 
     @property
     def recomputes_output(self) -> bool:

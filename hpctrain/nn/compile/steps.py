@@ -207,22 +207,8 @@ def recompute_path(steps: Steps, recomputed: frozenset[int], tensor: int) -> tup
 
 
 def forward_actions(steps: Steps) -> Actions:
-    """Return the actions of forward, in the order of the steps.
-
-    A step that begins early ends just before its first reader, so that its messages overlap with the steps in between.
-    """
-    actions: list[tuple[Action, int]] = []
-    begun: set[int] = set()
-    for k, step in enumerate(steps.steps):
-        for j in sorted(position for position in map(steps.producer, step.inputs) if position in begun):
-            begun.discard(j)
-            actions.append((Action.FORWARD, j))
-        if step.begins_early:
-            begun.add(k)
-            actions.append((Action.BEGIN, k))
-        else:
-            actions.append((Action.FORWARD, k))
-    return tuple(actions)
+    """Return the actions of forward, in the order of the steps."""
+    return tuple((Action.FORWARD, k) for k in range(len(steps.steps)))
 
 
 def backward_actions(steps: Steps, recomputed: frozenset[int]) -> Actions:
@@ -247,9 +233,7 @@ def backward_actions(steps: Steps, recomputed: frozenset[int]) -> Actions:
         if step.input_first:
             actions += _send_ahead(steps, k, early)
             actions.append((Action.PARAMETERS, k))
-        # Shared parameters are read until the first step in forward order that has them, the last one in backward, is done.
-        if step.node is None or not step.node.shared:
-            actions.append((Action.FREE, k))
+        actions.append((Action.FREE, k))
     return tuple(action for action in actions if _acts(steps, *action))
 
 

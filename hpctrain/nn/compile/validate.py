@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from hpctrain.nn.compile.plan import Action, ExecutionPlan, PlannedStep, Region
+from hpctrain.nn.compile.plan import Action, ExecutionPlan, Region
 
 #: (step, position of the input) of each reader that has added to a gradient; the loss is (-1, -1)
 Contributions = frozenset[tuple[int, int]]
@@ -128,7 +128,7 @@ _PHASES = {
     Action.COPY: "the recomputation of its output",
     Action.PARAMETERS: "the gradients of its parameters",
     Action.INPUT: "the gradient of its input",
-    Action.BEGIN: "its early start",
+    Action.BEGIN: "the early start of its backward",
     Action.FREE: "the release of its parameters",
 }
 
@@ -137,7 +137,6 @@ class PlanFacts:
     """Facts about one plan that are fixed before it runs.
 
     Attributes:
-        users: positions of the steps that have each parameter.
         silent_views: position of the view that reads each tensor and has no action in backward, if there is one.
     """
 
@@ -152,10 +151,6 @@ class PlanFacts:
             if plan.training and step.is_view and plan.needs_grad[step.inputs[0]] and k not in acting
         }
         self._contributions = _contributions(plan)
-        self.users: dict[str, list[int]] = {}
-        for k, step in enumerate(plan.steps):
-            for name in parameter_names(step):
-                self.users.setdefault(name, []).append(k)
 
     def views_of(self, tensor: int) -> list[int]:
         """Return all views of `tensor`. Recomputing the tensor recomputes them as well."""
@@ -221,16 +216,6 @@ class PlanFacts:
             granted = 0 if region is None or region.end > self.plan.arena_bytes else region.size_bytes
             if granted < size_bytes:
                 raise InvalidPlanError(f"{step.name} needs {size_bytes} bytes of saved or scratch memory, but has {granted}.")
-
-
-def parameter_names(step: PlannedStep) -> frozenset[str]:
-    """Return the full names of a step's parameters."""
-    return frozenset(step.node.parameters.values()) if step.node is not None else frozenset()
-
-
-def announces(step: PlannedStep) -> bool:
-    """Return whether the step announces gradients: it has trained parameters, and no earlier step shares them."""
-    return step.has_parameters and step.node is not None and not step.node.shared
 
 
 def _contributions(plan: ExecutionPlan) -> dict[int, Contributions]:
@@ -347,23 +332,15 @@ class _Forward(_Pass):
     def run(self) -> None:
         self.facts.check_region(self.plan.x, 0, "the images")
         self.memory.write(self.plan.x, activation(0), "the caller (images)")
-        self.run_actions(self.plan.forward, {Action.BEGIN: self._begin, Action.FORWARD: self._compute}, "forward")
+        self.run_actions(self.plan.forward, {Action.FORWARD: self._compute}, "forward")
         for k in range(len(self.plan.steps)):
             if self.done[Action.FORWARD, k] != 1:
                 raise self.facts.error(Action.FORWARD, k, f"happens {self.done[Action.FORWARD, k]} times instead of once")
-
-    def _begin(self, action: Action, k: int) -> None:
-        """Read the inputs, which are sent from this action until the end of the step; `_compute` reads them again."""
-        if not self.plan.steps[k].begins_early:
-            raise self.facts.error(action, k, "is wrong, because its operator cannot begin early")
-        self.read_inputs(action, k, [True] * len(self.plan.steps[k].inputs))
 
     def _compute(self, action: Action, k: int) -> None:
         """Read all inputs and write the output. The step's saved and scratch memory must not overlap them."""
         step, memory = self.plan.steps[k], self.plan.memory[k]
         self.facts.check_places(k)
-        if step.begins_early and not self.done[Action.BEGIN, k]:
-            raise self.facts.error(action, k, "has not begun early")
         self.read_inputs(action, k, [True] * len(step.inputs))
         if step.is_view:
             if memory.output != memory.inputs[0]:
@@ -423,21 +400,7 @@ class _Backward(_Pass):
             raise self.facts.error(action, k, "are planned, but it has no parameters")
         if step.input_first and self.facts.passes_back(k) and not self.done[Action.INPUT, k]:
             raise self.facts.error(action, k, "come before the gradient of its input, which must be sent first")
-        self._check_turn(action, k)
         self._compute(action, k, writes=step.joint_backward)
-
-    def _check_turn(self, action: Action, k: int) -> None:
-        """Check the order of the steps that have the same parameters.
-
-        The last of these steps in forward order must write the gradient, and all others must add to it. The last one to add must
-        announce it.
-        """
-        for users in (self.facts.users[name] for name in parameter_names(self.plan.steps[k])):
-            others = [j for j in users if j != k and not self.done[Action.PARAMETERS, j]]
-            if others and (announces(self.plan.steps[k]) or users[-1] in others):
-                raise self.facts.error(
-                    action, k, f"come before those of {self.plan.steps[others[-1]].name}, to which they are added"
-                )
 
     def _input(self, action: Action, k: int) -> None:
         step, computed = self.plan.steps[k], self.done[Action.PARAMETERS, k] > 0
@@ -507,9 +470,8 @@ class _Backward(_Pass):
 
     def _free(self, action: Action, k: int) -> None:
         """Check that no later action reads the parameters of step k."""
-        for j in {j for name in parameter_names(self.plan.steps[k]) for j in self.facts.users[name]}:
-            if not self.done[Action.PARAMETERS, j] or (self.facts.passes_back(j) and not self.done[Action.INPUT, j]):
-                raise self.facts.error(action, k, f"comes before {self.plan.steps[j].name} has read them for the last time")
+        if not self.done[Action.PARAMETERS, k] or (self.facts.passes_back(k) and not self.done[Action.INPUT, k]):
+            raise self.facts.error(action, k, f"comes before {self.plan.steps[k].name} has read them for the last time")
 
     def _begun(self, k: int) -> bool:
         return bool(self.done[Action.PARAMETERS, k] or self.done[Action.INPUT, k])
@@ -535,7 +497,7 @@ class _Backward(_Pass):
             expected = {
                 Action.PARAMETERS: step.has_parameters,
                 Action.INPUT: self.facts.passes_back(k),
-                Action.FREE: announces(step),
+                Action.FREE: step.has_parameters,
             }
             for action, wanted in expected.items():
                 if self.done[action, k] != wanted:

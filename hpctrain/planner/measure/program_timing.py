@@ -214,8 +214,7 @@ class TimedProgram:
         """Assign the laps, in the order of `_run`, to the fields of `ProgramTimes`."""
         forward, backward = self.plan.forward, self.plan.backward
         loss_at = 1 + len(forward)
-        phases = [(Action.FORWARD if action is Action.BEGIN else action, k) for action, k in forward]
-        phases += [(Action.INPUT if action is Action.BEGIN else action, k) for action, k in backward]
+        phases = [*forward, *((Action.INPUT if action is Action.BEGIN else action, k) for action, k in backward)]
         actions: dict[tuple[Action, int], float] = {}
         for phase, seconds in zip(phases, laps[1:loss_at] + laps[loss_at + 2 : -2], strict=True):
             actions[phase] = actions.get(phase, 0.0) + seconds

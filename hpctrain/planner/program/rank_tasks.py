@@ -142,18 +142,15 @@ class _PassTasks:
         rest = self._costs.step_seconds(0, operators)
         copy = self._costs.step_seconds(input_bytes, operators) - rest
         self._tasks.append(Compute("input copy", Category.WORK, copy, polls=False))
-        for action, k in self._plan.forward:
-            self._forward(action, k)
+        for _, k in self._plan.forward:
+            self._forward(k)
         self._tasks.append(Compute("loss", Category.WORK, rest, polls=False))
         for action, k in self._plan.backward:
             self._backward(action, k)
         return self._tasks
 
-    def _forward(self, action: Action, k: int) -> None:
+    def _forward(self, k: int) -> None:
         step = self._plan.steps[k]
-        if action is Action.BEGIN:
-            self._begin_move(k, Action.FORWARD)
-            return
         names = self._parameters(step)
         if names:
             self._tasks.append(NeedsParameters(self._facts.groups[names[0]], names))
@@ -191,7 +188,7 @@ class _PassTasks:
             self._pack(k, EventKind.GRADIENT, self._plan.tensors[step.output].size)
             return
         self._compute(step, Action.PARAMETERS, self._seconds(k, Action.PARAMETERS))
-        if not self._announces or (step.node is not None and step.node.shared):
+        if not self._announces:
             return
         for name in reversed(names):
             size = self._facts.sizes[name]

@@ -605,8 +605,6 @@ def _grid(plan: ParallelPlan) -> dict[str, Any]:
     grid: dict[str, Any] = {"rows": plan.rows, "cols": plan.cols}
     if plan.tiles is not None:
         grid["tiles"] = list(plan.tiles)
-    if plan.overlapped:
-        grid["overlap"] = sorted(plan.overlapped)
     return grid
 
 

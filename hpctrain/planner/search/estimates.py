@@ -12,7 +12,6 @@ from collections.abc import Hashable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from hpctrain.config.grid import overlap
 from hpctrain.core.errors import BackendError
 from hpctrain.nn.compile.compiler import compile_graph
 from hpctrain.parallel.layout import Layout
@@ -265,18 +264,16 @@ class GridEstimates:
                 by_name.update(dict.fromkeys((node.name for node in segment.nodes(self._prices.graph)), use))
             default, rules = patterns(by_name)
             plan = replace(plan, default=default, use=rules)
-        if plan.overlapped:  # a configuration must not name layers that cannot be computed in parts
-            plan = replace(plan, overlapped=frozenset(overlap(self._job.graph_of(1), plan).in_parts))
         return Candidate(plan, choice, self._micro_batches)
 
 
 def unsplit_plan(space: SearchSpace, shape: tuple[int, int]) -> ParallelPlan:
-    """Return a plan with this grid. If the grid splits layers, it has the fixed uses, tiles and overlapped layers."""
+    """Return a plan with this grid. If the grid splits layers, it has the fixed uses and tiles."""
     rows, cols = shape
     if rows == 1:
         return ParallelPlan(rows, cols)
     if space.fixed_plan is None:
-        return ParallelPlan(rows, cols, tiles=space.tiles, overlapped=space.overlapped)
+        return ParallelPlan(rows, cols, tiles=space.tiles)
     return replace(space.fixed_plan, rows=rows, cols=cols)
 
 

@@ -108,7 +108,7 @@ class SegmentCosts:
     """Costs of the segments of a job on a grid; equal segments are priced once.
 
     Args:
-        plan: grid, tiles and overlapped layers; the uses of layers are arguments of `cost`.
+        plan: grid and tiles; the uses of layers are arguments of `cost`.
         micro_batches: number of passes into which a rank splits a step.
     """
 

@@ -39,11 +39,10 @@ class SearchSpace:
 
     Attributes:
         fixed_grid: the user's (Pr, Pc); None: open.
-        fixed_plan: plan with the user's uses, and with tiles and overlapped layers if the grid is fixed, too; None: open.
+        fixed_plan: plan with the user's uses, and with tiles if the grid is fixed, too; None: open.
         fixed_averager: the user's averager; None: open.
         fixed_micro_batches: the user's number of micro-batches; None: open.
         tiles: tiles of the user's grid if the plan is open; None: all ranks split the height.
-        overlapped: overlapped layers of the user's grid if the plan is open.
         averagers: alternatives if no averager is fixed.
         micro_batches: alternatives if no number of micro-batches is fixed.
         simulated: number of candidates in the first round of simulations: those with the best lower bounds, and pure data
@@ -56,7 +55,6 @@ class SearchSpace:
     fixed_averager: AveragerChoice | None = None
     fixed_micro_batches: int | None = None
     tiles: tuple[int, int] | None = None
-    overlapped: frozenset[str] = frozenset()
     averagers: tuple[AveragerChoice, ...] = AVERAGERS
     micro_batches: tuple[int, ...] = (1, 2, 4)
     simulated: int = 8
@@ -91,13 +89,12 @@ def configured_space(config: Config, ranks: int, keep: Collection[str], kernels:
         check_grid(*fixed_grid, ranks)
         grid.check_batch(config.batch, *fixed_grid)
     plan = grid.parallel_plan(config, grid.columns(config, ranks)) if {"grid", "plan"} & set(keep) else ParallelPlan()
-    if "grid" not in keep:  # tiles and overlapped layers are keys of the grid
-        plan = replace(plan, tiles=None, overlapped=frozenset())
+    if "grid" not in keep:  # tiles are a key of the grid
+        plan = replace(plan, tiles=None)
     return SearchSpace(
         fixed_grid=fixed_grid,
         fixed_plan=plan if "plan" in keep else None,
         tiles=plan.tiles,
-        overlapped=plan.overlapped,
         fixed_averager=AveragerChoice(config.averager.name, config.averager.options) if "averager" in keep else None,
         fixed_micro_batches=config.micro_batches if "micro_batches" in keep else None,
         options=SimulationOptions(progress=progress_of(config)),

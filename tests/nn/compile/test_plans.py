@@ -108,16 +108,6 @@ def test_a_halos_gradient_travels_while_the_parameters_are_computed() -> None:
         assert actions[place + 1 : place + 3] == ((Action.BEGIN, k - 1), (Action.PARAMETERS, k))
 
 
-def test_an_edge_ends_just_before_its_reader() -> None:
-    steps = steps_of("overlapped", NumpyKernelSet())
-    actions = forward_actions(steps)
-    early = [k for k, step in enumerate(steps.steps) if step.begins_early]
-    assert early
-    for k in early:
-        reader = actions.index((Action.FORWARD, steps.readers(steps.steps[k].output)[0]))
-        assert actions.index((Action.BEGIN, k)) < actions.index((Action.FORWARD, k)) == reader - 1
-
-
 def test_nothing_is_made_again_before_somebody_needs_it() -> None:
     steps = steps_of("split", NumpyKernelSet())
     recomputed = recomputed_tensors(steps)
@@ -180,7 +170,7 @@ def test_a_batch_norm_keeps_its_input_but_hands_the_gradient_on_in_place() -> No
 
 
 def test_operators_that_cannot_work_in_place_never_do() -> None:
-    for network in ("plain", "residual", "split", "overlapped"):
+    for network in ("plain", "residual", "split"):
         plan = _shared_plan(network)
         shares = _in_place(plan)
         able = {step.name for step in plan.steps if step.in_place}

@@ -47,8 +47,7 @@ def _timed(use: Parallelism | None) -> TimedProgram:
     ticks = count()
     graph, shards, rows = NETWORK.graph(4), {}, 1
     if use is not None:
-        overlapped = frozenset({"layer1.0.conv1"}) if use is Parallelism.DOMAIN else frozenset()
-        partitioned = partition_graph(graph, ParallelPlan(2, 1, default=use, overlapped=overlapped), (2, 2))
+        partitioned = partition_graph(graph, ParallelPlan(2, 1, default=use), (2, 2))
         graph, shards, rows = partitioned.local(1, FakeSplitGroup(1, 2)), partitioned.shards_of(1), 2
     return TimedProgram(
         graph,

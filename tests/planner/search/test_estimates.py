@@ -340,10 +340,10 @@ def test_an_incumbent_prunes_nothing_that_beats_it() -> None:
 
 def test_a_fixed_plan_keeps_its_uses_on_every_grid() -> None:
     job, machine = problem("chain", "middle")
-    fixed = ParallelPlan(2, 1, Parallelism.DOMAIN, {"fc*": Parallelism.MODEL}, overlapped=frozenset({"conv2"}))
+    fixed = ParallelPlan(2, 1, Parallelism.DOMAIN, {"fc*": Parallelism.MODEL})
     space = SearchSpace(fixed_plan=fixed)
     (estimate,) = GridEstimates(job, machine, RateCosts(machine), space, (4, 1)).best(AVERAGERS[0])
-    assert estimate.candidate.plan == replace(fixed, rows=4, cols=1, overlapped=frozenset())  # too few rows for an interior
+    assert estimate.candidate.plan == replace(fixed, rows=4, cols=1)
     (estimate,) = GridEstimates(job, machine, RateCosts(machine), space, (2, 2)).best(AVERAGERS[0])
     assert estimate.candidate.plan == replace(fixed, rows=2, cols=2)
     assert unsplit_plan(space, (1, 4)) == ParallelPlan(1, 4)
