@@ -21,13 +21,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-sys.path.append(str(Path(__file__).parents[1] / "hpctrain" / "bench"))  # hpctrain is not installed here
+sys.path.append(str(Path(__file__).parents[1]))  # hpctrain_testing is not installed here
 
 import torch
 from process import be_nice, cpu_seconds, sent_bytes  # a file next to this one, because this environment lacks the package
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch_models import build
+
+from hpctrain_testing import torchvision_models
 
 _TRIAL_STEPS = 3
 
@@ -43,7 +44,13 @@ class Trainer:
         torch.manual_seed(0)
         format_ = torch.channels_last if last else torch.contiguous_format
         name = f"{shape['family']}{shape['depth']}"
-        network = build(name, classes=shape["classes"], width=shape["width"])[0].to(memory_format=format_)
+        if shape["family"] == "vgg":
+            network = torchvision_models.narrow_vgg(name, shape["classes"], shape["width"], dropout=0.5)
+        elif shape["width"] == 1.0:
+            network = torchvision_models.models.get_model(name, num_classes=shape["classes"])
+        else:
+            raise ValueError(f"torchvision has no {name} of width {shape['width']}.")
+        network = network.to(memory_format=format_)
         self.parameters = sum(parameter.numel() for parameter in network.parameters())
         self.network = DistributedDataParallel(network, gradient_as_bucket_view=True) if distributed else network
         self.optimizer = torch.optim.SGD(network.parameters(), lr=1e-4, momentum=0.9, fused=True)

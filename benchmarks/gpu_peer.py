@@ -3,8 +3,8 @@
     python benchmarks/gpu_peer.py --model resnet50 --batch 256 32 [--compile MODE]
 
 bfloat16 autocast, channels last, SGD with momentum (fused), cuDNN's autotuning,
-images on the device before the step. The networks are those of
-hpctrain/bench/torch_models.py; the process imports nothing of hpctrain. Prints
+images on the device before the step. The networks are torchvision's; the
+process imports nothing of hpctrain. Prints
 one JSON line for each batch, which has the failure if the batch does not fit.
 """
 
@@ -15,7 +15,6 @@ import json
 import statistics
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 _REPEATS, _STEPS, _WARM_UP = 9, 5, 5
@@ -27,8 +26,9 @@ def available(device: str) -> str | None:
     """Return why PyTorch cannot be timed here; None if it can."""
     try:
         import torch
-    except ImportError as error:
-        return f"PyTorch cannot be imported ({error})"
+        import torchvision  # noqa: F401
+    except (ImportError, RuntimeError) as error:  # RuntimeError: torchvision was built for another torch
+        return f"PyTorch or torchvision cannot be imported ({error})"
     if device == "cuda" and not torch.cuda.is_available():
         return f"PyTorch {torch.__version__} finds no GPU"
     return None
@@ -39,21 +39,18 @@ class PeerStep:
 
     def __init__(self, model: str, batch: int, pixels: int, device: str, *, mode: str) -> None:
         import torch
-
-        sys.path.insert(0, str(Path(__file__).parents[1] / "hpctrain" / "bench"))
-        from torch_models import build  # by its path: hpctrain may be missing
+        from torchvision.models import get_model
 
         torch.manual_seed(0)
         torch.backends.cudnn.benchmark = True
-        network, channels, classes = build(model)
         self._torch, self._device = torch, device
-        network = network.to(device).to(memory_format=torch.channels_last)
+        network = get_model(model).to(device).to(memory_format=torch.channels_last)
         self._optimizer = torch.optim.SGD(network.parameters(), lr=_LEARNING_RATE, momentum=_MOMENTUM, fused=device == "cuda")
         if mode:
             torch._dynamo.reset()  # else the next batch size would be compiled as one that changes from step to step
         self._network = torch.compile(network, dynamic=False, mode=mode) if mode else network
-        self._images = torch.randn(batch, channels, pixels, pixels, device=device).to(memory_format=torch.channels_last)
-        self._labels = torch.randint(0, classes, (batch,), device=device)
+        self._images = torch.randn(batch, 3, pixels, pixels, device=device).to(memory_format=torch.channels_last)
+        self._labels = torch.randint(0, 1000, (batch,), device=device)
         self._loss = torch.nn.CrossEntropyLoss()
 
     def run(self) -> Any:

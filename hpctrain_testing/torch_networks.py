@@ -1,28 +1,12 @@
-"""The catalogue's networks in PyTorch, with torchvision's names, for comparisons of speed and results with PyTorch.
-
-The module runs in any Python with PyTorch, with or without hpctrain, and therefore imports nothing from hpctrain.
-"""
+"""The catalogue's networks for small images in PyTorch, which torchvision lacks, with the names of hpctrain's parameters."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 
 import torch
 from torch import nn
 
-_VGG = {11: (1, 1, 2, 2, 2), 13: (2, 2, 2, 2, 2), 16: (2, 2, 3, 3, 3), 19: (2, 2, 4, 4, 4)}
-_RESNET = {18: (2, 2, 2, 2), 34: (3, 4, 6, 3), 50: (3, 4, 6, 3), 101: (3, 4, 23, 3), 152: (3, 8, 36, 3)}
-
-
-#: wide ResNets and ResNeXts: depth, groups, channels per group in the first stage
-_BOTTLENECKS = {
-    "wide_resnet50_2": (50, 1, 128),
-    "wide_resnet101_2": (101, 1, 128),
-    "resnext50_32x4d": (50, 32, 4),
-    "resnext101_32x8d": (101, 32, 8),
-    "resnext101_64x4d": (101, 64, 4),
-}
 #: channels of the first convolution, channels of each stage, blocks per stage
 _PREACTIVATION = {
     "preact_resnet18": (64, (64, 128, 256, 512), 2),
@@ -31,44 +15,22 @@ _PREACTIVATION = {
 }
 
 
-class ResidualBlock(nn.Module):  # type: ignore[misc]
-    """relu(convolutions(x) + shortcut(x)), with batch norm after each convolution.
+class BasicBlock(nn.Module):  # type: ignore[misc]
+    """relu(bn2(conv2(relu(bn1(conv1(x))))) + shortcut(x)) (He et al. 2016)."""
 
-    Args:
-        channels: number of channels of the input and of each convolution's output.
-        kernels: kernel size of each convolution.
-        strides: stride of each convolution.
-        downsample: shortcut; None: the identity.
-        groups: number of groups of each convolution of more than one pixel.
-    """
-
-    def __init__(
-        self,
-        channels: Sequence[int],
-        kernels: Sequence[int],
-        strides: Sequence[int],
-        downsample: nn.Module | None,
-        groups: int = 1,
-    ) -> None:
+    def __init__(self, inside: int, outside: int, stride: int, downsample: nn.Module | None) -> None:
         super().__init__()
-        self._pairs: list[tuple[nn.Module, nn.Module]] = []  # plain references, because lookups of modules by name take time
-        for number, ((inside, outside), kernel, stride) in enumerate(zip(pairwise(channels), kernels, strides, strict=True), 1):
-            split = groups if kernel > 1 else 1
-            conv = nn.Conv2d(inside, outside, kernel, stride, kernel // 2, groups=split, bias=False)
-            norm = nn.BatchNorm2d(outside)
-            self.add_module(f"conv{number}", conv)
-            self.add_module(f"bn{number}", norm)
-            self._pairs.append((conv, norm))
+        self.conv1 = nn.Conv2d(inside, outside, 3, stride, 1, bias=False)
+        self.bn1 = nn.BatchNorm2d(outside)
         self.relu = nn.ReLU(inplace=True)
+        self.conv2 = nn.Conv2d(outside, outside, 3, 1, 1, bias=False)
+        self.bn2 = nn.BatchNorm2d(outside)
         self.downsample = downsample
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map (N, C, H, W) to (N, C', H', W')."""
-        *first, (last_conv, last_norm) = self._pairs
-        y = x
-        for conv, norm in first:
-            y = self.relu(norm(conv(y)))
-        return self.relu(last_norm(last_conv(y)) + (x if self.downsample is None else self.downsample(x)))
+        y = self.bn2(self.conv2(self.relu(self.bn1(self.conv1(x)))))
+        return self.relu(y + (x if self.downsample is None else self.downsample(x)))
 
 
 class PreactivationBlock(nn.Module):  # type: ignore[misc]
@@ -121,42 +83,10 @@ def _named(*layers: tuple[str, nn.Module]) -> nn.Module:
     return model
 
 
-def _projection(inside: int, outside: int, stride: int) -> nn.Module:
-    return nn.Sequential(nn.Conv2d(inside, outside, 1, stride, bias=False), nn.BatchNorm2d(outside))
-
-
 def _resnet(stem: Sequence[tuple[str, nn.Module]], stages: Sequence[nn.Module], features: int, classes: int) -> nn.Module:
     numbered = [(f"layer{number}", stage) for number, stage in enumerate(stages, 1)]
     head = [("avgpool", nn.AdaptiveAvgPool2d(1)), ("flatten", nn.Flatten()), ("fc", nn.Linear(features, classes))]
     return _named(*stem, *numbered, *head)
-
-
-def resnet(depth: int, classes: int, width: float, groups: int = 1, width_per_group: int = 64) -> nn.Module:
-    """Build a ResNet for large images (He et al. 2016, table 1), a wide ResNet or a ResNeXt (Xie et al. 2017).
-
-    As in ResNet v1.5, the 3x3 convolution of a bottleneck has the stride.
-    """
-    channels = scaled(64, width)
-    stem = [("conv1", nn.Conv2d(3, channels, 7, 2, 3, bias=False)), ("bn1", nn.BatchNorm2d(channels))]
-    stem += [("relu", nn.ReLU(inplace=True)), ("maxpool", nn.MaxPool2d(3, 2, 1))]
-    stages = []
-    for stage, (count, published) in enumerate(zip(_RESNET[depth], (64, 128, 256, 512), strict=True)):
-        planes = scaled(published, width)
-        outside = 4 * planes if depth >= 50 else planes
-        blocks = []
-        for number in range(count):
-            stride = 2 if stage and not number else 1
-            same = channels == outside and stride == 1
-            downsample = None if same else _projection(channels, outside, stride)
-            if depth >= 50:
-                middle = max(1, planes * width_per_group // 64) * groups
-                sizes = (channels, middle, middle, outside)
-                blocks.append(ResidualBlock(sizes, (1, 3, 1), (1, stride, 1), downsample, groups))
-            else:
-                blocks.append(ResidualBlock((channels, planes, outside), (3, 3), (stride, 1), downsample))
-            channels = outside
-        stages.append(nn.Sequential(*blocks))
-    return _resnet(stem, stages, channels, classes)
 
 
 def resnet_small(depth: int, classes: int, width: float) -> nn.Module:
@@ -170,7 +100,7 @@ def resnet_small(depth: int, classes: int, width: float) -> nn.Module:
         for _ in range((depth - 2) // 6):
             same = planes == channels
             shortcut = None if same else ZeroPadShortcut()
-            blocks.append(ResidualBlock((channels, planes, planes), (3, 3), (1 if same else 2, 1), shortcut))
+            blocks.append(BasicBlock(channels, planes, 1 if same else 2, shortcut))
             channels = planes
         stages.append(nn.Sequential(*blocks))
     return _resnet(stem, stages, channels, classes)
@@ -248,68 +178,19 @@ def vgg_small(classes: int, width: float) -> nn.Module:
     return _named(*layers, ("avgpool", nn.AdaptiveAvgPool2d(1)), ("flatten", nn.Flatten()), ("fc", nn.Linear(inside, classes)))
 
 
-def vgg(depth: int, classes: int, width: float, dropout: float) -> nn.Module:
-    """Build a VGG without batch norm (Simonyan and Zisserman 2015, table 1)."""
-    layers: list[nn.Module] = []
-    inside = 3
-    for count, published in zip(_VGG[depth], (64, 128, 256, 512, 512), strict=True):
-        for _ in range(count):
-            outside = scaled(published, width)
-            layers += [nn.Conv2d(inside, outside, 3, padding=1), nn.ReLU(inplace=True)]
-            inside = outside
-        layers.append(nn.MaxPool2d(2))
-    hidden = scaled(4096, width)
-    classifier = [nn.Linear(inside * 49, hidden), nn.ReLU(inplace=True), nn.Dropout(dropout)]
-    classifier += [nn.Linear(hidden, hidden), nn.ReLU(inplace=True), nn.Dropout(dropout), nn.Linear(hidden, classes)]
-    features = [("features", nn.Sequential(*layers)), ("avgpool", nn.AdaptiveAvgPool2d(7)), ("flatten", nn.Flatten())]
-    return _named(*features, ("classifier", nn.Sequential(*classifier)))
-
-
-def small(classes: int) -> nn.Module:
-    """Build the network of the quickstart: two stages, for images of 28 px with one channel."""
-    layers: list[nn.Module] = []
-    inside = 1
-    for outside in (16, 32):
-        layers += [nn.Conv2d(inside, outside, 3, padding=1, bias=False), nn.BatchNorm2d(outside)]
-        layers += [nn.ReLU(inplace=True), nn.MaxPool2d(2)]
-        inside = outside
-    classifier = [nn.Linear(inside * 49, 128), nn.ReLU(inplace=True), nn.Linear(128, classes)]
-    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(7), nn.Flatten(), *classifier)
-
-
-def build(name: str, *, classes: int | None = None, width: float = 1.0, dropout: float = 0.5) -> tuple[nn.Module, int, int]:
-    """Return (network, number of input channels, number of classes) of a model of the catalogue.
+def build(name: str, classes: int, width: float) -> nn.Module:
+    """Build a network of the catalogue for images of 32 px.
 
     Args:
         name: name of the model.
-        classes: number of classes; None: as published.
+        classes: number of classes.
         width: factor of the numbers of channels.
-        dropout: dropout probability of VGG.
 
     Raises:
-        ValueError: the model has no counterpart in this module.
+        KeyError: the network is not in this module.
     """
     if name in _PREACTIVATION:
-        stem, channels, count = _PREACTIVATION[name]
-        return preact_resnet(stem, channels, count, classes or 10, width), 3, classes or 10
-    if name in _BOTTLENECKS:
-        depth, groups, width_per_group = _BOTTLENECKS[name]
-        return resnet(depth, classes or 1000, width, groups, width_per_group), 3, classes or 1000
-    family = name.rstrip("0123456789")
-    depth = int(name[len(family) :] or 0)
-    if name == "small":
-        return small(classes or 10), 1, classes or 10
-    if name == "resnet9":
-        return resnet9(classes or 10, width), 3, classes or 10
-    if name == "vgg_small":
-        return vgg_small(classes or 10, width), 3, classes or 10
-    if family == "vgg" and depth in _VGG:
-        return vgg(depth, classes or 1000, width, dropout), 3, classes or 1000
-    if family == "resnet" and depth in _RESNET:
-        return resnet(depth, classes or 1000, width), 3, classes or 1000
-    if family == "resnet" and depth % 6 == 2:
-        return resnet_small(depth, classes or 10, width), 3, classes or 10
-    raise ValueError(
-        f"{name} has no counterpart in PyTorch; use small, vgg11 to vgg19, vgg_small, resnet9, resnet18 to resnet152, resnet20 "
-        f"to resnet110, or one of {', '.join([*_BOTTLENECKS, *_PREACTIVATION])}."
-    )
+        return preact_resnet(*_PREACTIVATION[name], classes, width)
+    if name in ("resnet20", "resnet56"):
+        return resnet_small(int(name.removeprefix("resnet")), classes, width)
+    return {"resnet9": resnet9, "vgg_small": vgg_small}[name](classes, width)

@@ -1,6 +1,7 @@
 """hpctrain's models in PyTorch, and one training step of both on the same weights and batch.
 
-The modules have torchvision's names, so that a state dictionary of hpctrain loads strictly. Importing this module imports torch.
+A state dictionary of hpctrain loads strictly into the modules: torchvision's models and, for small images, those of
+`torch_networks`. Importing this module imports torch and torchvision.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ from torch import nn
 
 from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
 from hpctrain.backend.operators import KernelSet, StepContext
-from hpctrain.bench import torch_models
 from hpctrain.models import catalogue
 from hpctrain.models.state_dict import export
 from hpctrain.nn.network import Network
+from hpctrain_testing import torch_networks, torchvision_models
 
 MODELS = ("vgg16", "resnet18", "resnet50", "resnet20", "resnet9", "resnext50_32x4d", "preact_resnet18", "wrn_16_8", "vgg_small")
 
@@ -180,10 +181,18 @@ def _context(count: int, training: bool) -> StepContext:
 
 
 def torch_module(name: str, width: float, state: Mapping[str, np.ndarray], dtype: str) -> Any:
-    """Return the module in PyTorch with hpctrain's weights. It is built without memory first: its initial values are not used."""
+    """Return the module in PyTorch with hpctrain's weights. It is built without memory first: its initial values are not used.
+
+    torchvision's ResNets have the published width only.
+    """
     classes = list(state.values())[-1].shape[0]  # the last layer's bias
     with torch.device("meta"):
-        module, _, _ = torch_models.build(name, classes=classes, width=width, dropout=0.0)
+        if name == "vgg16":
+            module = torchvision_models.narrow_vgg(name, classes, width)
+        elif name in torchvision_models.NAMES:
+            module = torchvision_models.models.get_model(torchvision_models.NAMES[name], num_classes=classes)
+        else:
+            module = torch_networks.build(name, classes, width)
     counters = {key: torch.zeros((), dtype=torch.int64) for key in module.state_dict() if key.endswith("num_batches_tracked")}
     weights = {key: torch.from_numpy(array.astype(dtype)) for key, array in state.items()}
     module.load_state_dict(weights | counters, strict=True, assign=True)

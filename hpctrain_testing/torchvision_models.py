@@ -51,19 +51,20 @@ def shapes(name: str, classes: int) -> dict[str, tuple[int, ...]]:
 
 
 def module(name: str, classes: int, seed: int) -> Any:
-    """torchvision's models by hpctrain's names. Importing this module imports torch and torchvision, even one built for a GPU."""
+    """Return one of torchvision's models by hpctrain's name, filled with weights drawn from the seed, in evaluation mode."""
     return filled(_meta(name, classes), seed)
 
 
-def narrow_vgg11_bn(classes: int, width: float, seed: int) -> Any:
-    """Return torchvision's VGG-11 with batch norm and fewer channels and features; the full model has 133 million parameters."""
-    with torch.device("meta"):
-        channels = [one if one == "M" else round(one * width) for one in models.vgg.cfgs["A"]]
-        model = models.VGG(models.vgg.make_layers(channels, batch_norm=True), classes, init_weights=False)
-        hidden = round(4096 * width)
-        for place, sizes in ((0, (channels[-2] * 49, hidden)), (3, (hidden, hidden)), (6, (hidden, classes))):
-            model.classifier[place] = torch.nn.Linear(*sizes)
-    return filled(model, seed)
+def narrow_vgg(name: str, classes: int, width: float, dropout: float = 0.0) -> Any:
+    """Return a VGG of torchvision with fewer channels and features; the published VGG-16 has 138 million parameters."""
+    published = models.vgg.cfgs[{"vgg11": "A", "vgg13": "B", "vgg16": "D", "vgg19": "E"}[name.removesuffix("_bn")]]
+    channels = [one if one == "M" else round(one * width) for one in published]
+    layers = models.vgg.make_layers(channels, batch_norm=name.endswith("_bn"))
+    model = models.VGG(layers, classes, init_weights=False, dropout=dropout)
+    hidden = round(4096 * width)
+    for place, sizes in ((0, (channels[-2] * 49, hidden)), (3, (hidden, hidden)), (6, (hidden, classes))):
+        model.classifier[place] = torch.nn.Linear(*sizes)
+    return model
 
 
 def filled(meta: Any, seed: int) -> Any:

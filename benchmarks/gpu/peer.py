@@ -34,7 +34,7 @@ def run(settings: Settings, report: StageReport) -> None:
     runs: Sequence[tuple[str, tuple[int, ...], str]] = RUNS
     extra: tuple[str, ...] = ()
     if settings.emulated:
-        runs, extra = (("resnet20", (2,), ""),), ("--device", "cpu", "--pixels", "32", "--repeats", "1", "--steps", "1")
+        runs, extra = (("resnet18", (2,), ""),), ("--device", "cpu", "--pixels", "32", "--repeats", "1", "--steps", "1")
     rows: list[dict[str, Any]] = []
     left_out: list[str] = []
 

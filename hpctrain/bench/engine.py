@@ -331,14 +331,16 @@ def compare(
 ) -> dict[str, dict[str, float]]:
     """Measure hpctrain's engine and PyTorch's variants in turn, each in its own process. In bfloat16, PyTorch uses autocast.
 
+    PyTorch runs torchvision's model of the same name.
+
     Return, for the engine and for each variant, the seconds per step, the peak memory, and the engine's relative speed: the
     median over rounds of the ratio of wall times.
 
     Args:
-        python: path of a Python interpreter with PyTorch.
+        python: path of a Python interpreter with PyTorch and torchvision.
 
     Raises:
-        SteppingError: hpctrain's process fails, or all of PyTorch's processes fail.
+        SteppingError: hpctrain's process fails, all of PyTorch's processes fail, or the networks differ.
     """
     shape = {"model": task.model, "batch": task.batch, "pixels": task.pixels}
     plain = with_threads(os.environ, threads)
@@ -350,8 +352,12 @@ def compare(
         settings["autocast"] = precision == "bfloat16"
         commands[name] = (peer(python, settings), {**plain, "THP_MEM_ALLOC_ENABLE": "1"} if tuned else plain)
     series = interleave(commands, Rounds(rounds, 1), list(PEERS))
-    if not any(series[name].turns for name in PEERS):
+    peers = [series[name] for name in PEERS if series[name].turns]
+    if not peers:
         raise SteppingError(f"PyTorch does not run with {python}; give another --peer-python. {series['torch'].failure}")
+    own, theirs = (one.facts["parameters"] for one in (series["ours"], peers[0]))
+    if own != theirs:
+        raise SteppingError(f"{task.model} is another network in torchvision, with {theirs:,} parameters instead of {own:,}.")
     our_seconds = series["ours"].seconds("wall")
     return {
         name: {

@@ -1,7 +1,7 @@
 """Process that runs whole training steps of PyTorch on request: the counterpart in the engine's benchmarks.
 
-It is started by its path and runs in any Python with PyTorch, with or without hpctrain. It follows the protocol of
-`interleaved.py`, with JSON lines as input and output. The networks are the networks of the catalogue.
+It is started by its path and runs in any Python with PyTorch and torchvision, with or without hpctrain. It follows the protocol
+of `interleaved.py`, with JSON lines as input and output. The networks are torchvision's, by name.
 """
 
 from __future__ import annotations
@@ -14,11 +14,14 @@ import sys
 import time
 from typing import Any
 
-import torch
-from torch import nn
-from torch_models import build  # in the same folder: hpctrain may be missing
+try:
+    import torch
+    from torch import nn
+    from torchvision.models import get_model, list_models
+except (ImportError, RuntimeError) as error:  # RuntimeError: torchvision was built for another torch
+    sys.exit(f"{sys.executable} cannot import torch and torchvision: {error}")
 
-_BATCHES = 3
+_BATCHES, _CHANNELS, _CLASSES = 3, 3, 1000
 _LEARNING_RATE, _MOMENTUM = 1e-4, 0.9
 
 
@@ -32,15 +35,14 @@ class TorchStep:
         self, name: str, batch: int, pixels: int, *, last: bool, fused: bool, compiled: bool, autocast: bool = False
     ) -> None:
         torch.manual_seed(0)
-        network, channels, classes = build(name)
         format_ = torch.channels_last if last else torch.contiguous_format
-        network = network.to(memory_format=format_)
+        network = get_model(name).to(memory_format=format_)
         self.parameters = sum(parameter.numel() for parameter in network.parameters())
         self._optimizer = torch.optim.SGD(network.parameters(), lr=_LEARNING_RATE, momentum=_MOMENTUM, fused=fused or None)
         self._network = torch.compile(network) if compiled else network
-        images = (torch.randn(batch, channels, pixels, pixels) for _ in range(_BATCHES))
+        images = (torch.randn(batch, _CHANNELS, pixels, pixels) for _ in range(_BATCHES))
         self._images = [each.to(memory_format=format_) for each in images]
-        self._labels = [torch.randint(0, classes, (batch,)) for _ in range(_BATCHES)]
+        self._labels = [torch.randint(0, _CLASSES, (batch,)) for _ in range(_BATCHES)]
         self._loss = nn.CrossEntropyLoss()
         self._autocast = autocast
         self._step = 0
@@ -83,6 +85,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("settings", help="JSON: model, batch, pixels, threads, last, fused, compiled, autocast")
     settings = json.loads(parser.parse_args().settings)
+    if settings["model"] not in list_models():
+        sys.exit(f"torchvision has no model {settings['model']!r}")
     torch.set_num_threads(settings["threads"])
     how = {name: settings.get(name, False) for name in ("last", "fused", "compiled", "autocast")}
     step = TorchStep(settings["model"], settings["batch"], settings["pixels"], **how)

@@ -215,10 +215,8 @@ def rates_table(rates: DataRates) -> list[str]:
     show_default=True,
     help="Number of timed steps (two warm-up steps run first).",
 )
-@click.option("--vs", "versus", type=OneOf(["torch"]), help="Also time PyTorch; the steps of both alternate.")
-@click.option(
-    "--peer-python", default=sys.executable, help="Python interpreter of the environment with PyTorch; default: this one."
-)
+@click.option("--vs", "versus", type=OneOf(["torch"]), help="Also time torchvision's model of this name; steps alternate.")
+@click.option("--peer-python", default=sys.executable, help="Python interpreter with PyTorch and torchvision; default: this one.")
 @click.option("--out", type=OutputFile(streams=True), help="File to which all figures are written as JSON.")
 def engine(
     model: str,

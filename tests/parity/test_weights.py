@@ -68,7 +68,7 @@ def test_names_shapes_and_order_are_torchvisions(theirs: Any, name: str) -> None
     ],
 )
 def test_imported_weights_give_torchvisions_logits(theirs: Any, name: str, pixels: int, width: float, tmp_path: Path) -> None:
-    module = theirs.module(name, CLASSES, 3) if width == 1.0 else theirs.narrow_vgg11_bn(CLASSES, width, 3)
+    module = theirs.module(name, CLASSES, 3) if width == 1.0 else theirs.filled(theirs.narrow_vgg(name, CLASSES, width), 3)
     torch.save(module.state_dict(), tmp_path / "theirs.pth")
     words = ["weights", "import", str(tmp_path / "theirs.pth"), "--model", name, "--option", f"width={width}"]
     result = CliRunner().invoke(cli, [*words, "--out", str(tmp_path / "ours.safetensors")])
@@ -87,13 +87,13 @@ def test_imported_weights_give_torchvisions_logits(theirs: Any, name: str, pixel
 
 
 def test_files_of_pytorch_are_written_and_loaded_strictly(tmp_path: Path) -> None:
-    from hpctrain.bench import torch_models
+    from hpctrain_testing import torch_networks
 
     network = Network(catalogue.build("resnet20", {"classes": CLASSES}), (9, 9, 3), NumpyKernelSet(), seed=4)
     state = with_counters(network_state.export(network), 12)
     weights_file.write(tmp_path / "w.pt", WeightsFile(state))
     loaded = torch.load(tmp_path / "w.pt", weights_only=True)
-    module, _, _ = torch_models.build("resnet20", classes=CLASSES)
+    module = torch_networks.build("resnet20", CLASSES, 1.0)
     module.load_state_dict(loaded, strict=True)
     assert module.state_dict()["bn1.num_batches_tracked"] == 12
     again = weights_file.read(tmp_path / "w.pt").tensors
