@@ -46,10 +46,8 @@ class Trainer:
         name = f"{shape['family']}{shape['depth']}"
         if shape["family"] == "vgg":
             network = torchvision_models.narrow_vgg(name, shape["classes"], shape["width"], dropout=0.5)
-        elif shape["width"] == 1.0:
+        else:  # torchvision's ResNets have the published width
             network = torchvision_models.models.get_model(name, num_classes=shape["classes"])
-        else:
-            raise ValueError(f"torchvision has no {name} of width {shape['width']}.")
         network = network.to(memory_format=format_)
         self.parameters = sum(parameter.numel() for parameter in network.parameters())
         self.network = DistributedDataParallel(network, gradient_as_bucket_view=True) if distributed else network

@@ -11,7 +11,6 @@ from torch import nn
 _PREACTIVATION = {
     "preact_resnet18": (64, (64, 128, 256, 512), 2),
     "wrn_16_8": (16, (128, 256, 512), 2),
-    "wrn_28_10": (16, (160, 320, 640), 4),
 }
 
 
@@ -107,15 +106,7 @@ def resnet_small(depth: int, classes: int, width: float) -> nn.Module:
 
 
 def preact_resnet(stem: int, channels: Sequence[int], count: int, classes: int, width: float) -> nn.Module:
-    """Build a pre-activation ResNet for images of 32 px, with `count` blocks per stage.
-
-    Args:
-        stem: number of output channels of the first convolution.
-        channels: number of output channels of each stage.
-        count: number of blocks of each stage.
-        classes: number of classes.
-        width: factor of the numbers of channels.
-    """
+    """Build a pre-activation ResNet for images of 32 px, with `count` blocks per stage."""
     inside = scaled(stem, width)
     first = ("conv1", nn.Conv2d(3, inside, 3, 1, 1, bias=False))
     stages = []
@@ -179,18 +170,9 @@ def vgg_small(classes: int, width: float) -> nn.Module:
 
 
 def build(name: str, classes: int, width: float) -> nn.Module:
-    """Build a network of the catalogue for images of 32 px.
-
-    Args:
-        name: name of the model.
-        classes: number of classes.
-        width: factor of the numbers of channels.
-
-    Raises:
-        KeyError: the network is not in this module.
-    """
+    """Build a network of the catalogue for images of 32 px."""
     if name in _PREACTIVATION:
         return preact_resnet(*_PREACTIVATION[name], classes, width)
-    if name in ("resnet20", "resnet56"):
-        return resnet_small(int(name.removeprefix("resnet")), classes, width)
+    if name == "resnet20":
+        return resnet_small(20, classes, width)
     return {"resnet9": resnet9, "vgg_small": vgg_small}[name](classes, width)

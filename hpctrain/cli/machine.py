@@ -16,7 +16,6 @@ import click
 
 from hpctrain.cli.arguments import OVERRIDES, FilePath, OutputFile, Seconds, load_config
 from hpctrain.cli.failure import job_ends_on_error
-from hpctrain.doctor.check import queued_seconds
 from hpctrain.doctor.run import LATER_SECONDS, DoctorRank
 from hpctrain.launch.child import Notebook, run_watched
 from hpctrain.launch.launcher import detect
@@ -115,8 +114,7 @@ def doctor(
     """
     launcher = detect(os.environ)
     read = None if file is None else partial(load_config, file, overrides)
-    queued = queued_seconds()  # read before the age, so that the age contains all these waits
-    rank = DoctorRank(launcher, read, run_directory, strict, as_json, seconds, age_seconds() - queued)
+    rank = DoctorRank(launcher, read, run_directory, strict, as_json, seconds, time.monotonic() - age_seconds())
 
     def work(notebook: Notebook) -> int:
         with job_ends_on_error(rank.rank, rank.abort):

@@ -7,7 +7,6 @@ module also measures the start-up time of a rank, and therefore imports no modul
 from __future__ import annotations
 
 import importlib
-import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -105,63 +104,15 @@ def exit_code(findings: Iterable[DoctorFinding], *, strict: bool) -> int:
     return process_end.USER_ERROR if any(finding.severity in bad for finding in findings) else process_end.FINISHED
 
 
-@dataclass(frozen=True)
-class StartFacts:
-    """Start-up cost of one rank.
-
-    Attributes:
-        seconds: wall time until all modules were loaded, without waits for a core.
-        cpu_seconds: processor time of all threads, which may exceed the wall time.
-        files: number of opened files.
-    """
-
-    seconds: float
-    cpu_seconds: float
-    files: int
-
-
-class OpenedFiles:
-    """Counts the files that this process opens, until it exits, since audit hooks cannot be removed.
-
-    Attributes:
-        count: number of opened files.
-        begin: time by `time.perf_counter` when counting began.
-        queued_seconds: wait for a core up to that time.
-    """
-
-    def __init__(self) -> None:
-        self.count = 0
-        self.begin = time.perf_counter()
-        self.queued_seconds = queued_seconds()
-        sys.addaudithook(self._see)
-
-    def _see(self, event: str, arguments: tuple[object, ...]) -> None:
-        if event == "open":
-            self.count += 1
-
-
-def load_training(age_seconds: float, opened: OpenedFiles, modules: Sequence[str] = TRAINING) -> StartFacts:
-    """Load the modules that a training imports, and return the start-up cost of this rank.
+def load_training(began: float, modules: Sequence[str] = TRAINING) -> float:
+    """Load the modules that a training imports, and return the seconds since this rank was started.
 
     Args:
-        age_seconds: time from the process's start until `opened` began to count, without waits for a core.
-        opened: counter of opened files.
+        began: time by `time.monotonic` when this rank was started.
     """
     for module in modules:
         importlib.import_module(module)
-    # The waits are read before the clock. In the other order, a wait between the two readings would be subtracted from a time
-    # that does not contain it.
-    queued = queued_seconds() - opened.queued_seconds
-    seconds = time.perf_counter() - opened.begin - queued
-    return StartFacts(age_seconds + seconds, time.process_time(), opened.count)
-
-
-def queued_seconds(statistics: Path = Path("/proc/self/schedstat")) -> float:
-    """Return the seconds for which this process was ready but waited for a core; 0 if the system does not count them."""
-    try:
-        return int(statistics.read_text().split()[1]) * 1e-9
-    except (OSError, ValueError, IndexError):
-        return 0.0
+    return time.monotonic() - began
 
 
 @dataclass(frozen=True)
@@ -174,7 +125,7 @@ class OwnPlace:
         threads: number of threads of this rank; None if the requested number was refused.
         threads_fault: why the requested number of threads was refused; "" if it was not.
         variables: environment variables with numbers of threads, as set when the rank was started.
-        start: start-up time of this rank; None if it was not measured.
+        start_seconds: start-up time of this rank; None if it was not measured.
     """
 
     launcher: Launcher
@@ -183,7 +134,7 @@ class OwnPlace:
     threads: int | None = 1
     threads_fault: str = ""
     variables: Mapping[str, str] = field(default_factory=dict)
-    start: StartFacts | None = None
+    start_seconds: float | None = None
 
     @property
     def leads_node(self) -> bool:
@@ -276,7 +227,3 @@ class Check:
 def present(facts: Sequence[Any]) -> list[tuple[int, Any]]:
     """Return pairs (rank, facts) for the ranks that gathered facts."""
     return [(rank, fact) for rank, fact in enumerate(facts) if fact is not None]
-
-
-def nothing(_: Any) -> None:
-    """Return no facts, for a check that needs none."""

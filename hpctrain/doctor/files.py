@@ -1,13 +1,11 @@
-"""Checks of directories and files: the run directory, HDF5 and its locks, data files, and the nodes' local disks and memory.
+"""Checks of directories and files: the run directory, data files, and the nodes' local disks and shared memory.
 
-Checkpoints must be writable in the run directory, and all nodes must see them. MPI and a run also write to /dev/shm, the
-temporary directory, and a directory of flight records. For each check, `gather_...` returns the facts of a rank, and `judge_...`
-is a pure function of the facts of all ranks.
+Checkpoints must be writable in the run directory, and all nodes must see them. MPI also writes to /dev/shm and the temporary
+directory. For each check, `gather_...` returns the facts of a rank, and `judge_...` is a pure function of the facts of all ranks.
 """
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import time
@@ -15,9 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpctrain.core.errors import ConfigError, DataError, HpctrainError
-from hpctrain.core.files import path_of, read_bytes
-from hpctrain.core.text import size_text
+from hpctrain.core.errors import HpctrainError
+from hpctrain.core.text import counted, size_text
 from hpctrain.doctor.check import Check, DoctorFinding, FindingKind, JobView, JoinedPlace, OwnPlace, Severity, fine, present
 from hpctrain.storage.atomic_write import write_bytes
 
@@ -26,12 +23,6 @@ NOT_WRITABLE = FindingKind(
     Severity.FAULT,
     "The directory for runs cannot be written: it is read-only, full, or belongs to another user.",
     "Set `output` in the configuration, or `--run-directory` of the doctor, to a directory that you may write to.",
-)
-READS_OTHER = FindingKind(
-    "read-back",
-    Severity.FAULT,
-    "A file that was written, synchronised and renamed in the directory for runs is read back with other content.",
-    "Put `output` on another file system: checkpoints on this one cannot be trusted.",
 )
 SLOW_DIRECTORY = FindingKind(
     "slow-run-directory",
@@ -59,13 +50,11 @@ class DirectoryFacts:
     Attributes:
         directory: tested directory.
         error: errno; 0 on success.
-        matches: whether the file was read back unchanged.
-        seconds: duration of writing and reading.
+        seconds: duration of writing.
     """
 
     directory: str
     error: int = 0
-    matches: bool = True
     seconds: float = 0.0
 
 
@@ -85,26 +74,23 @@ def gather_directory(place: OwnPlace) -> DirectoryFacts | None:
     if not place.leads_job:
         return None
     directory = existing(place.directory)
-    content, path = os.urandom(_PROBE_BYTES), probe_path(directory, "write")
+    path = probe_path(directory, "write")
     begin = time.perf_counter()
     try:
-        write_bytes(path, content)
-        matches = read_bytes(path) == content
+        write_bytes(path, bytes(_PROBE_BYTES))
         path.unlink()
     except OSError as error:
         return DirectoryFacts(str(directory), error.errno or errno.EIO)
-    return DirectoryFacts(str(directory), 0, matches, time.perf_counter() - begin)
+    return DirectoryFacts(str(directory), 0, time.perf_counter() - begin)
 
 
 def judge_directory(job: JobView, facts: Sequence[DirectoryFacts | None]) -> list[DoctorFinding]:
-    """Return one finding: whether the directory for runs can be written, returns what was written, and is fast enough."""
+    """Return one finding: whether the directory for runs can be written, and fast enough."""
     fact = facts[0]
     assert fact is not None, "rank 0 gathers facts"
     if fact.error:
         return [NOT_WRITABLE.found(f"{fact.directory} cannot be written: {os.strerror(fact.error)}.", _directory_fix(fact.error))]
-    if not fact.matches:
-        return [READS_OTHER.found(f"A file in {fact.directory} is read back with other content than was written.")]
-    sentence = f"1 MB was written, synchronised and read back in {fact.directory} in {fact.seconds:.2f} s."
+    sentence = f"1 MB was written to {fact.directory} in {fact.seconds:.2f} s."
     return [SLOW_DIRECTORY.found(sentence) if fact.seconds > _SECONDS else fine(sentence)]
 
 
@@ -157,143 +143,30 @@ def judge_shared(job: JobView, facts: Sequence[bool | None]) -> list[DoctorFindi
 
 DIRECTORY = Check(
     "directory",
-    "writing, fsync, rename and reading back in the directory for runs",
-    (NOT_WRITABLE, READS_OTHER, SLOW_DIRECTORY),
+    "writing, fsync and rename in the directory for runs",
+    (NOT_WRITABLE, SLOW_DIRECTORY),
     gather_directory,
     judge_directory,
 )
 SHARED = Check("sharing", "that all nodes see the directory for runs", (NOT_SHARED,), gather_shared, judge_shared, joined=True)
 
 
-LOCKED = FindingKind(
-    "hdf5-lock",
-    Severity.FAULT,
-    "HDF5 cannot lock a data file, because the file system has no locks or another process holds one.",
-    "export HDF5_USE_FILE_LOCKING=FALSE",
-)
-NO_LOCKS = FindingKind(
-    "no-hdf5-locks",
-    Severity.WARNING,
-    "HDF5 cannot lock a new file in the directory for runs. hpctrain needs no locks, but other programs that read its files may.",
-    "export HDF5_USE_FILE_LOCKING=FALSE",
-)
-DATA = FindingKind(
-    "data-file",
-    Severity.FAULT,
-    "A data file of the configuration cannot be opened on some node.",
-    "Create it, or correct its path: `data.train`, `data.validation`, `data.test`.",
-)
-
 OTHER_DATA = FindingKind(
     "other-data",
     Severity.FAULT,
-    "Data files or files of weights differ between ranks, or do not fit each other or the model, which a training refuses.",
+    "Data files or weights cannot be opened, differ between ranks, or do not fit each other or the model.",
     "Give all nodes the same files, with the same classes and for this model.",
 )
 
-MADE_DIFFERENTLY = FindingKind(
-    "data-made-differently",
-    Severity.REMARK,
-    "Data files or weights were made with different options, or a metric does not depend on the training.",
-    "Convert all files with the same options, and choose another metric.",
-)
 
-_SWITCH = "HDF5_USE_FILE_LOCKING"
-
-
-@dataclass(frozen=True)
-class Hdf5Facts:
-    """HDF5 on a node.
-
-    Attributes:
-        directory: directory of the test file.
-        failure: error of writing or reading it; "" on success.
-        data: data files that cannot be opened, each as (path, sentence, whether a lock is the cause).
-        files: number of data files that can be opened.
-        switch: value of HDF5_USE_FILE_LOCKING.
-    """
-
-    directory: str = ""
-    failure: str = ""
-    data: tuple[tuple[str, str, bool], ...] = ()
-    files: int = 0
-    switch: str = ""
-
-
-def gather_hdf5(place: OwnPlace) -> Hdf5Facts | None:
-    """Return the facts of HDF5 on this node, on its first rank."""
-    if not place.leads_node:
-        return None
-    directory = existing(place.directory)
-    wanted = _data_files(place)
-    closed = tuple(fault for fault in map(_fault_of, wanted) if fault is not None)
-    return Hdf5Facts(str(directory), _probe(directory), closed, len(wanted) - len(closed), os.environ.get(_SWITCH, ""))
-
-
-def _data_files(place: OwnPlace) -> list[Path]:
-    from hpctrain.config.schema import SYNTHETIC
-
-    if place.config is None:
-        return []
-    return [Path(path) for path in place.config.data.files.values() if path != SYNTHETIC]
-
-
-def _fault_of(path: Path) -> tuple[str, str, bool] | None:
-    """Return (path, sentence, whether a lock is the cause) of a file that cannot be opened; None if it can be opened."""
-    from hpctrain.data.image_file import ImageFile
-
-    try:
-        ImageFile.open(path)
-    except DataError as error:
-        return str(path), str(error), "lock" in str(error.__cause__).lower()
-    return None
-
-
-def _probe(directory: Path) -> str:
-    """Create and read an HDF5 file with default settings. Return the error if a lock is its cause, else ""."""
-    import h5py
-
-    path = probe_path(directory, "hdf5")
-    try:
-        with h5py.File(path, "x") as file:
-            file["probe"] = 1
-        with h5py.File(path, "r") as file:
-            file["probe"][()]
-    except OSError as error:
-        return str(error) if "lock" in str(error) else ""  # other faults of the directory have their own check
-    finally:
-        with contextlib.suppress(OSError):
-            path.unlink()
-    return ""
-
-
-def judge_hdf5(job: JobView, facts: Sequence[Hdf5Facts | None]) -> list[DoctorFinding]:
-    """Return a finding for each data file that cannot be opened on a node, and one for locks."""
-    findings: dict[str, DoctorFinding] = {}
-    for rank, fact in present(facts):
-        where = f" on {job.hosts[rank]}" if len(job.nodes) > 1 else ""
-        for path, sentence, locked in fact.data:
-            switch = f" ({_SWITCH} is {fact.switch})" if fact.switch else ""
-            text = f"HDF5 cannot lock the data file {path}{where}{switch}."
-            findings.setdefault(path, LOCKED.found(text) if locked else DATA.from_error(sentence))
-        if fact.failure:
-            text = f"HDF5 cannot lock a file in {fact.directory}{where}: {fact.failure}."
-            findings.setdefault(fact.directory, NO_LOCKS.found(text))
-    if findings:
-        return list(findings.values())
-    count = facts[0].files if facts[0] is not None else 0
-    files = "" if not count else "; the data file can be opened" if count == 1 else f"; {count} data files can be opened"
-    return [fine(f"Locks work in the run directory{files}.")]
-
-
-def gather_same(place: JoinedPlace) -> tuple[str, int, tuple[str, ...]]:
+def gather_same(place: JoinedPlace) -> tuple[str, int]:
     """Compare data files and weights between ranks, and with each other and the model. Collective.
 
-    Return (message of the error that a training would raise, "" if the ranks agree; number of compared files; notes).
+    Return (message of the error that a training would raise, "" if the ranks agree; number of compared files).
     """
     config, world = place.own.config, place.world
     if config is None:
-        return "", 0, ()
+        return "", 0
     from hpctrain.comm.base import compare, raise_on_all_ranks
     from hpctrain.config.images import check_files, configured_splits
     from hpctrain.run.build import read_weights
@@ -305,36 +178,31 @@ def gather_same(place: JoinedPlace) -> tuple[str, int, tuple[str, ...]]:
             weights = Path(config.init.weights)
             compare(world, raise_on_all_ranks(world, lambda: read_weights(world, weights)))
             files += 1
-        images = raise_on_all_ranks(world, lambda: check_files(config))
+        raise_on_all_ranks(world, lambda: check_files(config))
     except HpctrainError as error:
-        return str(error), 0, ()
-    return "", files, () if images is None else images.notes
+        return str(error), 0
+    return "", files
 
 
-def judge_same(job: JobView, facts: Sequence[tuple[str, int, tuple[str, ...]]]) -> list[DoctorFinding]:
+def judge_same(job: JobView, facts: Sequence[tuple[str, int]]) -> list[DoctorFinding]:
     """Return one finding: whether all ranks have the same data files and weights."""
-    difference, files, notes = facts[0]
-    if difference or notes:
-        return (
-            [OTHER_DATA.from_error(difference)]
-            if difference
-            else [MADE_DIFFERENTLY.found(f"{note}.".removeprefix("warning: ")) for note in notes]
-        )
-    if job.size == 1 or not files:
-        return [fine("Nothing to compare.")]
+    difference, files = facts[0]
+    if difference:
+        return [OTHER_DATA.from_error(difference)]
+    if not files:
+        return [fine("There are none.")]
+    if job.size == 1:
+        return [fine(f"{counted(files, 'file')} can be opened.")]
     return [fine(f"All ranks have the same {'data file' if files == 1 else f'{files} data files'}.")]
 
 
 SAME = Check(
     "data files",
     "that all ranks have the same data files and weights, and that these fit the model",
-    (OTHER_DATA, MADE_DIFFERENTLY),
+    (OTHER_DATA,),
     gather_same,
     judge_same,
     joined=True,
-)
-HDF5 = Check(
-    "HDF5", "locks of HDF5 in the directory for runs, and the data files", (LOCKED, NO_LOCKS, DATA), gather_hdf5, judge_hdf5
 )
 
 
@@ -347,7 +215,7 @@ NO_SCRATCH = FindingKind(
 FULL_SCRATCH = FindingKind(
     "full-scratch",
     Severity.FAULT,
-    "The temporary directory of a node, or the directory of flight records, is full.",
+    "The temporary directory of a node is full.",
     "Delete files that earlier jobs left there, or set `TMPDIR` to another directory.",
 )
 FULL_MEMORY = FindingKind(
@@ -370,7 +238,7 @@ class ScratchFacts:
 
     Attributes:
         path: path of the directory.
-        variable: environment variable or key with its path; "" if there is none.
+        variable: environment variable with its path; "" if there is none.
         error: errno of a test write; 0 on success.
         free_bytes: free space.
     """
@@ -382,7 +250,7 @@ class ScratchFacts:
 
 
 def gather_scratch(place: OwnPlace) -> list[ScratchFacts] | None:
-    """Return the facts of this node's temporary directory, /dev/shm and flight directory, on its first rank."""
+    """Return the facts of this node's temporary directory and /dev/shm, on its first rank."""
     if not place.leads_node:
         return None
     variable = next((name for name in VARIABLES if os.environ.get(name)), "")
@@ -390,11 +258,6 @@ def gather_scratch(place: OwnPlace) -> list[ScratchFacts] | None:
     places = [look(scratch, variable)]
     if _SHARED_MEMORY.is_dir():
         places.append(look(_SHARED_MEMORY, ""))
-    if place.config is not None and place.config.flight not in ("run", "none"):
-        try:
-            places.append(look(existing(path_of(place.config.flight)), "flight"))
-        except ConfigError:  # a variable is not set on this node
-            places.append(ScratchFacts(place.config.flight, "flight", errno.ENOENT, 0))
     return places
 
 
@@ -429,7 +292,7 @@ def judge_scratch(job: JobView, facts: Sequence[list[ScratchFacts] | None]) -> l
     for _, places in present(facts):
         for fact in places:
             least[fact.path] = min(fact.free_bytes, least.get(fact.path, fact.free_bytes))
-    return [fine(f"Free space on every node: {', '.join(f'{size_text(size)} in {path}' for path, size in least.items())}.")]
+    return [fine(f"Free on every node: {', '.join(f'{size_text(size)} in {path}' for path, size in least.items())}.")]
 
 
 def _finding(fact: ScratchFacts, where: str) -> DoctorFinding | None:
@@ -446,7 +309,7 @@ def _finding(fact: ScratchFacts, where: str) -> DoctorFinding | None:
 
 SCRATCH = Check(
     "scratch",
-    "the temporary directory, /dev/shm and the flight directory of each node",
+    "the temporary directory and /dev/shm of each node",
     (NO_SCRATCH, FULL_SCRATCH, FULL_MEMORY),
     gather_scratch,
     judge_scratch,

@@ -1,4 +1,4 @@
-"""Checks of the nodes: load, memory, GPUs, kernels, versions, start-up time, clocks, and messages under computation.
+"""Checks of the nodes: memory, GPUs, kernels, versions, start-up time, clocks, and the links between nodes.
 
 For each check, `gather_...` returns the facts of a rank, and `judge_...` is a pure function of the facts of all ranks.
 """
@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import math
 import os
+import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from hpctrain.backend.onednn.kernel_set import available
-from hpctrain.comm import progress_mode
 from hpctrain.comm.device_probe import AWARE, GTL_WORDS, UNAWARE, UNTRIED, trial
 from hpctrain.comm.link import Offset, measure_offset
-from hpctrain.comm.progress_mode import OverlapMeasurement, ProgressMode
 from hpctrain.config.grid import columns
 from hpctrain.config.schema import Config
 from hpctrain.core.errors import ConfigError, HpctrainError
@@ -29,52 +30,12 @@ from hpctrain.doctor.check import (
     JoinedPlace,
     OwnPlace,
     Severity,
-    StartFacts,
-    capital,
     fine,
     present,
 )
 from hpctrain.job.same_start import check_same_start
-from hpctrain.launch.threads import NodeLoad, node_load
 from hpctrain.planner.measure.measurement import facts_here
 from hpctrain.planner.planned_run import description, prepare
-from hpctrain.runs.directory import software_versions
-
-BUSY = FindingKind(
-    "busy",
-    Severity.REMARK,
-    "Other programs run on a node, as on login nodes, and leave too few cores for the threads of the ranks.",
-    "Use another node, or set `threads` to 1.",
-)
-CROWDED = FindingKind(
-    "crowded",
-    Severity.WARNING,
-    "Other programs use all cores of a node, and each rank has several threads. One of them always waits for a core, so a step "
-    "may take a hundred times as long.",
-    "Use another node, or set `threads` to 1.",
-)
-
-
-def gather_load(place: OwnPlace) -> NodeLoad | None:
-    """Return the load of this node, on its first rank."""
-    return node_load(place.launcher, place.threads or 1) if place.leads_node else None
-
-
-def judge_load(job: JobView, facts: Sequence[NodeLoad | None]) -> list[DoctorFinding]:
-    """Return one finding on the node with the most threads of other programs per core."""
-    known = present(facts)
-    if not known:
-        return [fine("Not checked: the system does not report it.")]
-    rank, worst = max(known, key=lambda one: one[1].others / one[1].cores)
-    sentence = f"{worst.sentence(f'on {job.hosts[rank]}')}."
-    if not worst.is_busy:
-        return [fine(sentence)]
-    kind = CROWDED if worst.threads > 1 and worst.others >= worst.cores else BUSY
-    return [kind.found(sentence, capital(f"{worst.advice()}."))]
-
-
-LOAD = Check("load", "other programs that run on each node", (BUSY, CROWDED), gather_load, judge_load)
-
 
 TOO_LITTLE = FindingKind(
     "too-little-memory",
@@ -102,14 +63,12 @@ class MemoryFacts:
         node_bytes: memory of the node.
         pass_bytes: memory of a pass through the network, maximum over ranks.
         held_bytes: memory that is always allocated, maximum over ranks.
-        samples: maximum number of samples of a rank per step.
         reason: why the need is unknown; "" if it is known.
     """
 
     node_bytes: int
     pass_bytes: int = 0
     held_bytes: int = 0
-    samples: int = 0
     reason: str = ""
 
 
@@ -128,8 +87,8 @@ def gather_memory(place: OwnPlace) -> MemoryFacts | None:
         return MemoryFacts(node_bytes, reason=f"there is no plan ({error})")
 
 
-def planned_bytes(config: Config, ranks: int) -> tuple[int, int, int]:
-    """Return (bytes of a pass, bytes always allocated, samples per step), each the maximum over ranks.
+def planned_bytes(config: Config, ranks: int) -> tuple[int, int]:
+    """Return (bytes of a pass, bytes always allocated), each the maximum over ranks.
 
     A single split group is planned, with the largest share of the batch.
 
@@ -141,7 +100,7 @@ def planned_bytes(config: Config, ranks: int) -> tuple[int, int, int]:
     share = {"batch": samples, "micro_batches": min(config.micro_batches, samples), "grid": grid}
     reports = description(prepare(config.model_copy(update=share), config.grid.rows)).memory or ()
     passing = max((report.activations + report.messages for report in reports), default=0)
-    return passing, _COPIES * max((report.parameters for report in reports), default=0), samples
+    return passing, _COPIES * max((report.parameters for report in reports), default=0)
 
 
 def judge_memory(job: JobView, facts: Sequence[MemoryFacts | None]) -> list[DoctorFinding]:
@@ -159,26 +118,12 @@ def judge_memory(job: JobView, facts: Sequence[MemoryFacts | None]) -> list[Doct
     count = ranks_of.get(worst, 1)
     sentence = (
         f"{counted(count, 'rank')} on {job.hosts[worst]} {'needs' if count == 1 else 'need'} "
-        f"{size_text(count * rank_bytes)} by the plan of a step, in addition to Python, MPI and libraries; "
-        f"the node has {size_text(node.node_bytes)}."
+        f"{size_text(count * rank_bytes)} for a step; the node has {size_text(node.node_bytes)}."
     )
     if shares[worst] <= _TIGHT:
         return [fine(sentence)]
     kind = TOO_LITTLE if shares[worst] > 1 else TIGHT
-    return [kind.found(sentence, _memory_fix(job.config, planned, count, node.node_bytes))]
-
-
-def _memory_fix(config: Config | None, planned: MemoryFacts, ranks: int, node_bytes: int) -> str:
-    """Return advice: the number of micro-batches with which the ranks fit, or the number of ranks that fit."""
-    room = _TIGHT * node_bytes - ranks * planned.held_bytes
-    if room > 0 and config is not None:
-        micro_batches = math.ceil(ranks * planned.pass_bytes / room) * config.micro_batches
-        if micro_batches <= planned.samples:  # a pass has at least one sample
-            return f"Train with micro_batches={micro_batches}, or start fewer ranks on a node."
-    fitting = int(_TIGHT * node_bytes // (planned.pass_bytes + planned.held_bytes))
-    if not fitting:
-        return "Use nodes with more memory, or a smaller network."
-    return f"Start at most {counted(fitting, 'rank')} on a node."
+    return [kind.found(sentence)]
 
 
 MEMORY = Check(
@@ -311,12 +256,6 @@ SLOW_KERNELS = FindingKind(
     "oneDNN cannot be used; NumPy computes instead, several times slower.",
     "pip install onednn-cpu-gomp==2023.2.0",
 )
-UNLIKE_KERNELS = FindingKind(
-    "unlike-kernels",
-    Severity.FAULT,
-    "Ranks would compute with different kernels, so that the slowest node delays all others and results depend on the node.",
-    "Give all nodes the same environment, or set `backend` to numpy.",
-)
 
 
 @dataclass(frozen=True)
@@ -352,7 +291,7 @@ def judge_kernels(job: JobView, facts: Sequence[KernelFacts | None]) -> list[Doc
     wanted = job.config is not None and job.config.backend == "onednn"
     if missing:
         reason = next(fact.reason for _, fact in looked if fact.reason)
-        kind = NO_ONEDNN if wanted else UNLIKE_KERNELS if len(missing) < len(looked) else SLOW_KERNELS
+        kind = NO_ONEDNN if wanted else SLOW_KERNELS
         where = "" if len(missing) == len(looked) else f" ({', '.join(dict.fromkeys(job.hosts[rank] for rank in missing))})"
         finding = kind.from_error(reason) if "; " in reason else kind.found(reason)
         return [kind.found(f"{finding.sentence.removesuffix('.')}{where}.", finding.fix)]
@@ -362,7 +301,7 @@ def judge_kernels(job: JobView, facts: Sequence[KernelFacts | None]) -> list[Doc
 KERNELS = Check(
     "kernels",
     "the kernel set that computes on each node",
-    (NO_ONEDNN, SLOW_KERNELS, UNLIKE_KERNELS),
+    (NO_ONEDNN, SLOW_KERNELS),
     gather_kernels,
     judge_kernels,
 )
@@ -376,24 +315,24 @@ MISMATCH = FindingKind(
 )
 
 
-def gather_versions(place: JoinedPlace) -> tuple[str, str]:
-    """Return (first difference between ranks, or "", versions of this rank). Collective."""
+def gather_versions(place: JoinedPlace) -> str:
+    """Return the first difference between ranks; "" if there is none. Collective."""
     try:
         check_same_start(place.world, place.own.config, leads_node=place.own.leads_node)
     except ConfigError as error:
-        return str(error), ""
-    return "", ", ".join(f"{name} {version}" for name, version in software_versions().items())
+        return str(error)
+    return ""
 
 
-def judge_versions(job: JobView, facts: Sequence[tuple[str, str]]) -> list[DoctorFinding]:
-    """Return one finding: the first difference between ranks, or the versions that all ranks have."""
-    difference, versions = facts[0]
+def judge_versions(job: JobView, facts: Sequence[str]) -> list[DoctorFinding]:
+    """Return one finding: the first difference between ranks, or that there is none."""
+    difference = facts[0]
     if difference:
         finding = MISMATCH.from_error(difference)
         ranks = [rank for rank in range(job.size) if f"Rank {rank} has " in difference]
         where = "".join(f" (rank {rank} is on {job.hosts[rank]})" for rank in ranks)
         return [MISMATCH.found(f"{finding.sentence.removesuffix('.')}{where}.", finding.fix)]
-    return [fine(f"{'The same on all ranks: ' if job.size > 1 else ''}{versions}.")]
+    return [fine("All ranks have the same packages and files." if job.size > 1 else "One rank.")]
 
 
 VERSIONS = Check(
@@ -409,29 +348,26 @@ VERSIONS = Check(
 SLOW_IMPORT = FindingKind(
     "slow-import",
     Severity.WARNING,
-    "The slowest rank took more than 5 s to load Python and all modules of a training, without waits for a core.",
+    "The slowest rank took more than 5 s to load Python and all modules of a training.",
     "Copy the environment to local disks of the nodes before the job, for example as an archive with `sbcast`, and use it there.",
 )
 
 _MOST_START_SECONDS = 5.0
 
 
-def gather_start_up(place: OwnPlace) -> StartFacts | None:
-    """Return this rank's start-up time."""
-    return place.start
+def gather_start_up(place: OwnPlace) -> float | None:
+    """Return the seconds in which this rank started."""
+    return place.start_seconds
 
 
-def judge_start_up(job: JobView, facts: Sequence[StartFacts | None]) -> list[DoctorFinding]:
+def judge_start_up(job: JobView, facts: Sequence[float | None]) -> list[DoctorFinding]:
     """Return one finding on the slowest rank."""
     known = present(facts)
     if not known:
         return [fine("Not measured.")]
-    rank, fact = max(known, key=lambda one: one[1].seconds)
-    whose = f"Rank {rank} ({job.hosts[rank]})" if job.size > 1 else "The program"
-    sentence = (
-        f"{whose} loaded in {fact.seconds:.1f} s (processor time {fact.cpu_seconds:.1f} s) and opened {fact.files:,} files."
-    )
-    return [SLOW_IMPORT.found(sentence) if fact.seconds > _MOST_START_SECONDS else fine(sentence)]
+    rank, seconds = max(known, key=lambda one: one[1])
+    sentence = f"{f'Rank {rank} ({job.hosts[rank]})' if job.size > 1 else 'The program'} loaded in {seconds:.1f} s."
+    return [SLOW_IMPORT.found(sentence) if seconds > _MOST_START_SECONDS else fine(sentence)]
 
 
 START_UP = Check(
@@ -481,68 +417,54 @@ CLOCKS = Check(
 )
 
 
-NOTHING_HIDES = FindingKind(
-    "nothing-hides",
-    Severity.REMARK,
-    "Messages hardly move while layers compute, so the time to average gradients adds to the time of each step.",
-    "Set `threads` to one less than the cores of a rank, so that a core is free for messages; with one core, increase `batch`. "
-    "On Cray: `export MPICH_ASYNC_PROGRESS=1 MPICH_MAX_THREAD_SAFETY=multiple`.",
+SLOW_LINK = FindingKind(
+    "slow-link",
+    Severity.WARNING,
+    "A node exchanges messages with other nodes at less than 100 MB/s, or at less than a quarter of the usual rate of the nodes.",
+    "Exclude the node, or let MPI use the fast network: see `FI_PROVIDER`, `UCX_TLS` or `OMPI_MCA_btl` in the site's manual.",
 )
 
-_MESSAGE_BYTES = 16 << 20
-_OPERATOR_SECONDS = 5e-3
-#: minimum fraction of the messages' time that counts as hidden
-_LITTLE = 0.25
+_LINK_BYTES = 8 << 20
+_LINK_ROUNDS = 3
+_LINK_TAG = 7302
+#: lowest rate of a link without a finding, in bytes per second; Ethernet of 1 Gb/s reaches 115 MB/s
+_LEAST_RATE = 1e8
+_LEAST_SHARE = 0.25
 
 
-def gather_progress(place: JoinedPlace) -> OverlapMeasurement | None:
-    """Measure how much of the messages' time each progress mode hides. Collective; takes 2 to 3 s.
+def gather_link(place: JoinedPlace) -> float | None:
+    """Measure the rate at which this node sends to the next node while it receives from the previous one. Collective.
 
-    Return the measurement on rank 0, and None on other ranks or if there is only one rank.
+    Return bytes per second on the first rank of each node; None on other ranks, or if there is only one node.
     """
-    if place.world.size == 1:
+    world, wait = place.world, place.progress.wait_handle
+    leaders = [rank for rank, leads in enumerate(world.allgather_object(place.node.rank == 0)) if leads]
+    if len(leaders) == 1 or world.rank not in leaders:
         return None
-    from hpctrain.comm import mpi
-
-    modes = [ProgressMode.TEST, ProgressMode.NONE, *([ProgressMode.THREAD] if mpi.threads_may_call() else [])]
-    measured = progress_mode.measure(
-        place.world, place.progress, modes, operator_seconds=_OPERATOR_SECONDS, most_bytes=_MESSAGE_BYTES
-    )
-    progress_mode.apply(place.progress, ProgressMode.TEST)
-    return measured if place.world.rank == 0 else None
-
-
-def judge_progress(job: JobView, facts: Sequence[OverlapMeasurement | None]) -> list[DoctorFinding]:
-    """Return one finding: how much of the time of messages is hidden by computing, and what that means for a training."""
-    measured = facts[0]
-    if measured is None:
-        return [fine("One rank: no messages.")]
-    shares = {mode: measured.hidden(mode) for mode in measured.by_round}
-    modes = sorted(shares, key=shares.__getitem__, reverse=True)
-    percent = [f"{min(max(shares[mode], 0), 1):.0%}" for mode in modes]  # the exchange may also delay the computation
-    hidden = [f"{share} with progress={mode}" for share, mode in zip(percent, modes, strict=True)]
-    hidden[0] = hidden[0].replace("%", "% of this time")
-    sentence = (
-        f"The ranks exchanged {size_text(measured.message_bytes)} in {measured.wire_seconds * 1e3:.0f} ms. Computing at the same "
-        f"time hides {'nothing of this time' if set(percent) == {'0%'} else ', '.join(hidden)}. What is not hidden lengthens "
-        "each step."
-    )
-    wanted = "auto" if job.config is None else job.config.progress
-    if shares[modes[0]] < _LITTLE:
-        return [NOTHING_HIDES.found(sentence)]
-    if wanted == "auto":
-        return [fine(f"{sentence} A training chooses the fastest way itself (progress=auto).")]
-    sentence += f" The configuration has progress={wanted}."
-    if shares.get(ProgressMode(wanted), shares[modes[0]]) < _LITTLE:
-        return [NOTHING_HIDES.found(sentence, "Set `progress` to auto, so that a training chooses the fastest way itself.")]
-    return [fine(sentence)]
+    position = leaders.index(world.rank)
+    following, previous = leaders[(position + 1) % len(leaders)], leaders[position - 1]
+    sent, received = np.zeros(_LINK_BYTES, np.uint8), np.zeros(_LINK_BYTES, np.uint8)
+    seconds = []
+    for _ in range(_LINK_ROUNDS):
+        begin = time.perf_counter()
+        arrival = world.irecv(received, previous, _LINK_TAG)
+        wait(world.isend(sent, following, _LINK_TAG), "a message to the next node")
+        wait(arrival, "a message of the previous node")
+        seconds.append(time.perf_counter() - begin)
+    return _LINK_BYTES / min(seconds)
 
 
-PROGRESS = Check(
-    "progress",
-    "how much of the time of messages between ranks is hidden by computing at the same time",
-    (NOTHING_HIDES,),
-    gather_progress,
-    judge_progress,
-    joined=True,
-)
+def judge_link(job: JobView, facts: Sequence[float | None]) -> list[DoctorFinding]:
+    """Return one finding: the node with the slowest link, if it is too slow, or the lowest rate."""
+    known = present(facts)
+    if not known:
+        return [fine("One node.")]
+    rank, rate = min(known, key=lambda one: one[1])
+    usual = statistics.median(rate for _, rate in known)
+    if rate < max(_LEAST_RATE, _LEAST_SHARE * usual):
+        usually = f"; the median of all nodes is {size_text(int(usual))}/s" if len(known) > 2 else ""
+        return [SLOW_LINK.found(f"{job.hosts[rank]} exchanges messages at {size_text(int(rate))}/s{usually}.")]
+    return [fine(f"Nodes exchange messages at {size_text(int(rate))}/s or more.")]
+
+
+LINK = Check("link", "the rate of messages between nodes", (SLOW_LINK,), gather_link, judge_link, joined=True)

@@ -18,15 +18,12 @@ from pathlib import Path
 
 from hpctrain.comm.groups import check_grid
 from hpctrain.config.grid import check_batch, columns, describe, parallel_plan
-from hpctrain.config.images import SingleValues, single_values_of
-from hpctrain.config.schema import Config
 from hpctrain.core.errors import HpctrainError
 from hpctrain.core.text import counted
 from hpctrain.doctor.check import Check, DoctorFinding, FindingKind, JobView, OwnPlace, Severity, capital, fine
 from hpctrain.job.session import describe_cores
 from hpctrain.launch.control_groups import whole_quota
 from hpctrain.launch.launcher import Launcher, lone_fault, without_launcher, world_fault
-from hpctrain.launch.processes import status_of
 from hpctrain.launch.threads import core_names
 
 SINGLETONS = FindingKind(
@@ -65,22 +62,20 @@ WRONG_LAUNCHER = FindingKind(
 
 @dataclass(frozen=True)
 class LauncherFacts:
-    """Processes that run together with this one.
+    """How this process was started.
 
     Attributes:
         mpiexec: path of mpiexec in the folder of this Python; "" if there is none.
-        siblings: number of processes with the same command and parent process, including this one.
         alone: why a training is refused, if the job was allocated several ranks and this process is the only one.
     """
 
     mpiexec: str
-    siblings: int = 1
     alone: str | None = None
 
 
 def gather_launcher(place: OwnPlace) -> LauncherFacts:
-    """Return the processes that run together with this rank."""
-    return LauncherFacts(environment_mpiexec(), 1 + len(_siblings(os.getppid())), lone_fault(place.launcher, os.environ))
+    """Return how this rank was started."""
+    return LauncherFacts(environment_mpiexec(), lone_fault(place.launcher, os.environ))
 
 
 def environment_mpiexec() -> str:
@@ -105,12 +100,6 @@ def wrong_launcher(launcher: Launcher, library: str, mpiexec: str) -> DoctorFind
     return WRONG_LAUNCHER.found(f"{launcher.name} has started these ranks, but mpi4py loads {library}.", fix)
 
 
-def first_of_siblings() -> bool:
-    """Return False if an older process with the same command and parent process reports for this one."""
-    keeper = os.getppid()  # the doctor's rank is a child of the process that was started
-    return all(sibling > keeper for sibling in _siblings(keeper))
-
-
 def judge_launcher(job: JobView, facts: Sequence[LauncherFacts]) -> list[DoctorFinding]:
     """Return one finding: the first fault, or the launcher and the number of ranks."""
     launcher, first = job.launcher, facts[0]
@@ -124,12 +113,6 @@ def judge_launcher(job: JobView, facts: Sequence[LauncherFacts]) -> list[DoctorF
         return [SINGLETONS.found(sentence, own if first.mpiexec and not launcher.name.startswith("Slurm") else _line(fault[1]))]
     if fault is not None:
         return [WORLD_SIZE.found(f"{fault[0]}.", _line(fault[1]))]
-    if launcher.name == "none" and first.siblings > 1:
-        sentence = (
-            f"{first.siblings} processes of this command run at the same time, and each is rank 0 of 1: "
-            "this MPI does not recognise their launcher."
-        )
-        return [SINGLETONS.found(sentence, f"{first.mpiexec or 'mpiexec'} -n {first.siblings} python -m mpi4py -m hpctrain ...")]
     if launcher.name == "none" and first.alone is not None:
         return [ONE_OF_SEVERAL.from_error(first.alone)]
     if launcher.name == "none":
@@ -150,22 +133,6 @@ def _line(fix: str) -> str:
     return capital(f"{fix}.")
 
 
-def _siblings(process: int) -> list[int]:
-    """Return the other processes with the same parent and command line as `process`."""
-    own, words = status_of(process), _words(process)
-    numbers = [int(entry.name) for entry in Path("/proc").glob("[0-9]*") if entry.name != str(process)]
-    statuses = {number: status_of(number) for number in numbers}
-    parent = None if own is None else own.parent
-    return [number for number, status in statuses.items() if status and status.parent == parent and _words(number) == words]
-
-
-def _words(process: int) -> bytes | None:
-    try:
-        return Path(f"/proc/{process}/cmdline").read_bytes()
-    except OSError:
-        return None
-
-
 NO_LIBRARY = FindingKind(
     "no-mpi-library",
     Severity.FAULT,
@@ -182,16 +149,9 @@ THREAD_LEVEL = FindingKind(
     "thread-level",
     Severity.WARNING,
     "MPI has started at thread level single or funneled, so no thread can move messages while layers compute.",
-    "unset MPI4PY_RC_THREAD_LEVEL",
-)
-THREAD_NEEDED = FindingKind(
-    "thread-level-needed",
-    Severity.FAULT,
-    "MPI has started at thread level single or funneled, but the configuration's `progress` is a mode with a thread.",
-    "unset MPI4PY_RC_THREAD_LEVEL",
+    "Unset `MPI4PY_RC_THREAD_LEVEL`; on Cray: `export MPICH_MAX_THREAD_SAFETY=multiple`.",
 )
 
-_LEVEL = "MPI4PY_RC_THREAD_LEVEL"
 _ANSWER_SECONDS = 5.0
 #: (word in the text of a library or launcher, MPI)
 _FAMILIES = (
@@ -214,14 +174,12 @@ class LibraryFacts:
         launchers: pairs (path of mpiexec, its MPI or ""), in the order of PATH.
         mpiexec: path of mpiexec in the folder of this Python.
         library: library that mpi4py loads, found by a process that starts no MPI.
-        level_asked: thread level requested by the environment.
         error: why no library could be loaded; "" if one could.
     """
 
     launchers: tuple[tuple[str, str], ...] = ()
     mpiexec: str = ""
     library: str = ""
-    level_asked: str = ""
     error: str = ""
 
 
@@ -234,7 +192,7 @@ def gather_library(place: OwnPlace) -> LibraryFacts | None:
     launchers = tuple((path, family(_output_of([path, "--version"]))) for path in paths)
     library = _output_of([sys.executable, "-m", "mpi4py", "--mpi-lib-version"])
     name = " ".join(library.partition("\n")[0].split()) if family(library) else ""
-    return LibraryFacts(launchers, environment_mpiexec(), name, os.environ.get(_LEVEL, ""))
+    return LibraryFacts(launchers, environment_mpiexec(), name)
 
 
 def family(text: str) -> str:
@@ -259,7 +217,10 @@ def judge_library(job: JobView, facts: Sequence[LibraryFacts]) -> list[DoctorFin
     library = job.library or first.library
     if first.error or not library:
         return [NO_LIBRARY.from_error(first.error or "mpi4py loads no MPI library known to hpctrain.")]
-    findings = [*_other_launcher(first, family(library)), *_thread_level(library, first, job.config)]
+    findings = _other_launcher(first, family(library))
+    level = library.rpartition("thread level ")[2]  # equals the library's name if MPI has not started
+    if level in ("single", "funneled"):
+        findings.append(THREAD_LEVEL.found(f"MPI has started at thread level {level}, although serialized was requested."))
     return findings or [fine(f"{library}.")]
 
 
@@ -274,24 +235,10 @@ def _other_launcher(facts: LibraryFacts, library: str) -> list[DoctorFinding]:
     return [OTHER_MPIEXEC.found(f"The first mpiexec on PATH ({path}) belongs to {name}, but mpi4py loads {library}.", fix)]
 
 
-def _thread_level(library: str, facts: LibraryFacts, config: Config | None) -> list[DoctorFinding]:
-    """Return a finding if MPI allows calls from one thread only."""
-    level = library.rpartition("thread level ")[2]  # equals the library's name if MPI has not started
-    if level not in ("single", "funneled"):
-        return []
-    progress = "" if config is None else config.progress
-    kind = THREAD_NEEDED if progress in ("thread", "posting") else THREAD_LEVEL
-    wish = f", and progress is {progress}" if kind is THREAD_NEEDED else ""
-    if facts.level_asked:
-        return [kind.found(f"MPI has started at thread level {level}, as requested by {_LEVEL}{wish}.", f"unset {_LEVEL}")]
-    sentence = f"MPI has started at thread level {level}, although serialized was requested{wish}."
-    return [kind.found(sentence, "export MPICH_MAX_THREAD_SAFETY=multiple, or use an MPI with thread support.")]
-
-
 MPI_LIBRARY = Check(
     "MPI",
     "the MPI library of mpi4py, the mpiexec on PATH, and the thread level",
-    (NO_LIBRARY, OTHER_MPIEXEC, THREAD_LEVEL, THREAD_NEEDED),
+    (NO_LIBRARY, OTHER_MPIEXEC, THREAD_LEVEL),
     gather_library,
     judge_library,
 )
@@ -413,14 +360,7 @@ def judge_threads(job: JobView, facts: Sequence[CoreFacts]) -> list[DoctorFindin
         if threads > cores:
             return [_too_many(job, facts, ranks, threads, cores)]
     threads, cores = facts[0].most_threads, len(facts[0].cores)
-    sentence = f"{counted(threads, 'thread')} per rank, which may run on {counted(cores, 'core')}."
-    config = job.config
-    # `bench engine` has no options of models, and an automatic grid is not known yet.
-    if threads > 1 and config is not None and not config.automatic and not config.model.options:
-        images = max(1, config.batch // columns(config, job.size))
-        command = f"hpctrain bench engine --model {config.model.name} --batch {images} --threads {threads}"
-        sentence += f" `{command}` prints the share of a step that runs on one thread only."
-    return [fine(sentence)]
+    return [fine(f"{counted(threads, 'thread')} per rank, which may run on {counted(cores, 'core')}.")]
 
 
 def _too_many(job: JobView, facts: Sequence[CoreFacts], ranks: Sequence[int], threads: int, cores: int) -> DoctorFinding:
@@ -454,29 +394,9 @@ WRONG_GRID = FindingKind(
     "Set `grid.rows` and `grid.cols` so that they multiply to the number of ranks.",
 )
 
-SINGLE_VALUE = FindingKind(
-    "single-value",
-    Severity.FAULT,
-    "A batch norm would have a single value per channel in every step, so that its output is its bias.",
-    "Increase `batch`, set `batch_norm.statistics` to synchronised, or use larger images.",
-)
-SHORT_BATCH = FindingKind(
-    "short-batch",
-    Severity.REMARK,
-    "The last batch of each epoch leaves a batch norm a single value per channel.",
-    "Choose a `batch` that divides the number of images of an epoch or leaves a larger remainder.",
-)
 
-
-def gather_grid(place: OwnPlace) -> SingleValues | None:
-    """Check the batch norms for single values per channel on rank 0, with the header of the training file; return the result."""
-    if place.config is None or not place.leads_job:
-        return None
-    return single_values_of(place.config, place.launcher.expected_size or 1)
-
-
-def judge_grid(job: JobView, facts: Sequence[SingleValues | None]) -> list[DoctorFinding]:
-    """Return one finding: whether the grid, the batch and the batch norms fit the number of ranks."""
+def judge_grid(job: JobView, facts: Sequence[None]) -> list[DoctorFinding]:
+    """Return one finding: whether the grid and the batch fit the number of ranks."""
     config = job.config
     if config is None:
         return [fine("Not checked: no configuration was given.")]
@@ -490,18 +410,13 @@ def judge_grid(job: JobView, facts: Sequence[SingleValues | None]) -> list[Docto
         plan = parallel_plan(config, cols)
     except HpctrainError as error:
         return [WRONG_GRID.from_error(str(error))]
-    single = facts[0] or SingleValues()
-    if single.refusal is not None:
-        return [SINGLE_VALUE.from_error(single.refusal)]
-    if single.warning is not None:
-        return [SHORT_BATCH.found(f"{single.warning}.")]
     return [fine(f"{describe(plan)}.")]
 
 
 GRID = Check(
     "grid",
     "the configuration's grid and batch on this number of ranks",
-    (WRONG_GRID, SINGLE_VALUE, SHORT_BATCH),
-    gather_grid,
+    (WRONG_GRID,),
+    lambda _: None,
     judge_grid,
 )

@@ -14,10 +14,12 @@ from hpctrain.core.console import PlainConsole, plain_table
 from hpctrain.doctor.check import Severity, exit_code
 from hpctrain.doctor.job import Examination
 from hpctrain.doctor.nodes import GPUS, GpuFacts
-from hpctrain.doctor.ranks import BINDING, CoreFacts
+from hpctrain.doctor.ranks import BINDING, THREADS, CoreFacts
 from hpctrain.job.session import ranges
 
 _WIDTH = 80  # without a terminal, as under mpiexec
+#: checks of the places of ranks
+_PLACES = (BINDING.name, THREADS.name, GPUS.name)
 _MOST_RANKS = 16
 _MOST_CONTAINED = 4  # GPUs of a rank, by name
 
@@ -25,7 +27,7 @@ _STYLES = {Severity.OK: "", Severity.REMARK: "cyan", Severity.WARNING: "yellow",
 
 
 def print_table(examination: Examination, *, strict: bool) -> None:
-    """Print the findings with their fixes, the map of the ranks, and the conclusion."""
+    """Print the findings with their fixes, the map of the ranks if their places have a finding, and the conclusion."""
     text, terminal = io.StringIO(), sys.stdout.isatty() and examination.job.launcher.name == "none"
     width = None if terminal else _WIDTH
     console = PlainConsole(file=text, width=width, force_terminal=terminal)
@@ -39,7 +41,8 @@ def print_table(examination: Examination, *, strict: bool) -> None:
             if finding.fix:
                 table.add_row("", "fix", finding.fix)
     console.print(table)
-    if examination.job.size > 1:
+    places = (finding for check in _PLACES for finding in examination.findings.get(check, ()))
+    if examination.job.size > 1 and any(finding.key for finding in places):
         console.print()
         console.print(_map_table(examination))
     console.print()

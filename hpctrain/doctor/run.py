@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from hpctrain.comm.base import Communicator
     from hpctrain.config.schema import Config  # `hpctrain --help` loads this module and does not need them
     from hpctrain.core.yaml_source import Source
-    from hpctrain.doctor.check import OpenedFiles, OwnPlace
+    from hpctrain.doctor.check import OwnPlace
     from hpctrain.doctor.job import Examination, RankNotes
 
 #: time for which other ranks let rank 0 report first: launchers end a job with the first rank that fails
@@ -44,7 +44,7 @@ class DoctorRank:
         strict: whether warnings count as faults.
         as_json: whether to print the report as JSON.
         seconds: time limit of the job.
-        age_seconds: age of this process, without waits for a core.
+        began: time by `time.monotonic` when this rank was started.
         world: communicator of all ranks, once MPI has started.
     """
 
@@ -54,7 +54,7 @@ class DoctorRank:
     strict: bool
     as_json: bool
     seconds: float
-    age_seconds: float
+    began: float
     world: Communicator | None = field(default=None, init=False)
 
     def rank(self) -> int:
@@ -73,11 +73,8 @@ class DoctorRank:
             ConfigError: the configuration has a fault; on all ranks.
             LaunchError: the environment has variables of a launcher that no longer exists.
         """
-        from hpctrain.doctor.check import OpenedFiles
-
-        opened = OpenedFiles()
         configuration = self._configuration()
-        place = self._loaded_place(configuration[0] if isinstance(configuration, tuple) else None, opened)
+        place = self._loaded_place(configuration[0] if isinstance(configuration, tuple) else None)
         configuration = _with_names_checked(configuration)
         if not self.launcher.starts_mpi:
             _refuse(configuration)  # no rank waits for this one
@@ -138,7 +135,7 @@ class DoctorRank:
         except HpctrainError as error:
             return error
 
-    def _loaded_place(self, config: Config | None, opened: OpenedFiles) -> OwnPlace:
+    def _loaded_place(self, config: Config | None) -> OwnPlace:
         """Set the number of threads before NumPy is loaded, then load the modules of a training and measure the time.
 
         Return the facts that this rank has before MPI starts.
@@ -150,13 +147,11 @@ class DoctorRank:
             threads = set_threads(self.launcher, wanted).threads
         except LaunchError as error:
             fault = str(error)
-        from hpctrain.doctor.check import load_training
+        from hpctrain.doctor.check import OwnPlace, load_training
 
-        start = load_training(self.age_seconds, opened)
-        from hpctrain.doctor.check import OwnPlace
-
+        seconds = load_training(self.began)
         directory = self.directory or (_DEFAULT_DIRECTORY if config is None else Path(config.output))
-        return OwnPlace(self.launcher, config, directory, threads, fault, variables, start)
+        return OwnPlace(self.launcher, config, directory, threads, fault, variables, seconds)
 
     def _without_mpi(self, place: OwnPlace, notes: RankNotes, error: str) -> int:
         """Report that this node has no MPI library; other nodes may have one."""
@@ -174,12 +169,9 @@ class DoctorRank:
         If each process is a job of its own, only the first one reports.
         """
         from hpctrain.doctor import job
-        from hpctrain.doctor.ranks import first_of_siblings
 
-        if world.size == 1:
-            is_first = place.leads_job if self.launcher.name != "none" else first_of_siblings()
-            if not is_first:
-                return FINISHED
+        if world.size == 1 and not place.leads_job:
+            return FINISHED
         examination = job.examine_together(place, world, notes.facts, notes.library, notes.phase, 2 * self.seconds)
         code = None if examination is None else self._report(examination)
         return int(world.broadcast_object(code))

@@ -84,8 +84,6 @@ def _checkpoint(directory: Path) -> object:
 
 
 def _doctor(directory: Path) -> object:
-    _opened.append(str(doctor.probe_path(directory, "hdf5")))  # opened by HDF5, without an audit event
-    doctor._probe(directory)
     doctor._make(doctor.probe_path(directory, "shared"))
     facts = doctor.gather_directory(SimpleNamespace(leads_job=True, directory=directory))  # type: ignore[arg-type]
     if facts is not None and facts.error:

@@ -7,6 +7,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +22,13 @@ from hpctrain.doctor.check import (
     DoctorFinding,
     FindingKind,
     JobView,
-    OpenedFiles,
     OwnPlace,
     Severity,
     capital,
     exit_code,
     fine,
     load_training,
-    nothing,
     present,
-    queued_seconds,
 )
 from hpctrain.doctor.job import CHECKS, JOB_KINDS, STARTS, CheckFailure, Examination, Progression, RankNotes
 from hpctrain.doctor.nodes import GpuFacts
@@ -63,7 +61,6 @@ def test_ranks_are_reported_with_their_hosts(ranks: list[int], words: str) -> No
 
 def test_facts_of_ranks_that_looked() -> None:
     assert present([None, 0, None, "x"]) == [(1, 0), (3, "x")]
-    assert nothing(object()) is None
 
 
 def test_names_and_keys_are_unique() -> None:
@@ -87,7 +84,7 @@ def test_kinds_say_what_they_mean() -> None:
 
 
 def test_checks_that_need_all_ranks_come_in_one_order() -> None:
-    assert [check.name for check in CHECKS if check.joined] == ["progress", "versions", "sharing", "data files", "clocks"]
+    assert [check.name for check in CHECKS if check.joined] == ["link", "versions", "sharing", "data files", "clocks"]
 
 
 KIND = FindingKind("kind", Severity.WARNING, "Means.", "Mends.")
@@ -177,9 +174,9 @@ def test_checks_without_facts_are_left_out() -> None:
     [
         (RankEnd(None, "", Progression(STARTS, {})), "hangs", "did not end while starting MPI."),
         (
-            RankEnd(-11, "a\nlast words\n", Progression("checking progress", {})),
+            RankEnd(-11, "a\nlast words\n", Progression("checking link", {})),
             "ended",
-            "SIGSEGV while checking progress: last",
+            "SIGSEGV while checking link: last",
         ),
         (RankEnd(1, "", None), "ended", "exited with code 1 while starting Python."),
         (RankEnd(255, "MPIDI_CRAY_init: ..., but GTL library is not linked\n", None), "no-gtl", "the GTL library is not linked."),
@@ -232,7 +229,7 @@ def examination(found: list[DoctorFinding], ranks: int = 2, gpus: int = 0) -> Ex
         "binding": CoreFacts(frozenset({0, 1}), frozenset({"0", "1"}), 2, {}, "", {}),
         "GPUs": GpuFacts(tuple(map(str, range(gpus)))),
     }
-    return Examination(view(ranks), {"launcher": found[:1], "grid": found[1:]}, [facts] * ranks)
+    return Examination(view(ranks), {"binding": found[:1], "grid": found[1:]}, [facts] * ranks)
 
 
 @given(st.lists(st.builds(DoctorFinding, st.sampled_from(Severity), _TEXTS, _TEXTS, st.just("key")), min_size=1, max_size=5))
@@ -272,10 +269,20 @@ def test_the_conclusion_counts(severities: list[Severity], strict: bool, sentenc
 
 
 def test_a_large_job_has_a_short_map(capsys: pytest.CaptureFixture[str]) -> None:
-    report.print_table(examination([DoctorFinding(Severity.OK, "It is.")], ranks=100, gpus=8), strict=False)
+    report.print_table(
+        examination([DoctorFinding(Severity.REMARK, "It is.", "Bind.", "unbound")], ranks=100, gpus=8), strict=False
+    )
     text = capsys.readouterr().out
     assert "84 more ranks" in text
     assert text.count("8 GPUs") == 16
+
+
+def test_a_job_without_findings_fits_a_screen(capsys: pytest.CaptureFixture[str]) -> None:
+    well = {check.name: [fine("It is well.")] for check in CHECKS}
+    report.print_table(replace(examination([], ranks=100, gpus=8), findings=well), strict=False)
+    text = capsys.readouterr().out
+    assert len(text.splitlines()) <= 23
+    assert "rank " not in text
 
 
 def test_json_has_all_findings_and_all_ranks(capsys: pytest.CaptureFixture[str]) -> None:
@@ -284,7 +291,7 @@ def test_json_has_all_findings_and_all_ranks(capsys: pytest.CaptureFixture[str])
     content = json.loads(capsys.readouterr().out)
     assert content["exit_code"] == 2
     assert content["findings"][0] == {
-        "check": "launcher",
+        "check": "binding",
         "severity": "fault",
         "key": "key",
         "sentence": "It is.",
@@ -334,23 +341,10 @@ def test_a_fault_of_the_configuration_is_kept_until_all_ranks_can_say_it(rank_of
     run._refuse(None)
 
 
-def test_modules_are_loaded_and_their_files_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_time_to_load_modules_counts_from_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "slow_module_of_a_test.py").write_text("import time\ntime.sleep(0.2)\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    facts = load_training(1.0, OpenedFiles(), ["slow_module_of_a_test"])
-    assert facts.seconds >= 1.2
-    assert facts.files >= 1
-    assert facts.cpu_seconds > 0
-
-
-def test_waits_for_a_core_are_read_from_the_system(tmp_path: Path) -> None:
-    statistics = tmp_path / "schedstat"
-    statistics.write_text("5 2500000000 7\n")
-    assert queued_seconds(statistics) == 2.5
-    for text in ("", "5", "5 x 7"):
-        statistics.write_text(text)
-        assert queued_seconds(statistics) == 0
-    assert queued_seconds(tmp_path / "nowhere") == 0
+    assert load_training(time.monotonic() - 1.0, ["slow_module_of_a_test"]) >= 1.2
 
 
 _PROGRAM = """
