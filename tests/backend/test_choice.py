@@ -123,17 +123,6 @@ def test_auto_takes_a_gpu_where_one_can_be_used(monkeypatch: pytest.MonkeyPatch)
     assert places == [NodePlace()]
 
 
-def test_auto_says_why_no_gpu_is_used_where_one_may_be_expected(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(module, "missing", lambda place: "There is no GPU.")
-    monkeypatch.setattr(module, "cupy_is_installed", lambda: True)
-    monkeypatch.setattr(module, "_onednn_missing", lambda: "Its library is not installed.")
-    with caplog.at_level(logging.INFO, logger="hpctrain"):
-        assert make_backend().name == "numpy"
-    assert caplog.messages == ["Backend numpy: Its library is not installed. There is no GPU."]
-
-
 def test_auto_needs_a_gpu_for_a_precision(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "missing", lambda place: "There is no GPU.")
     with pytest.raises(

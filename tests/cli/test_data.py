@@ -67,39 +67,6 @@ def test_a_missing_file_is_a_user_error(tmp_path, command):
     run(command, tmp_path / "none.h5", fails_with="There is no data file")
 
 
-def test_convert_idx(tmp_path, data_file):
-    write_idx(tmp_path / "images.gz", np.arange(4 * 3 * 5, dtype=np.uint8).reshape(4, 3, 5))
-    write_idx(tmp_path / "labels.gz", np.array([0, 1, 2, 0], np.uint8))
-    (tmp_path / "names.txt").write_text("x\ny\nz\n")
-    inputs = ("convert", "idx", tmp_path / "images.gz", tmp_path / "labels.gz")
-    for names, expected in ((tmp_path / "names.txt", ("x", "y", "z")), (data_file, ("ant", "bee", "cow"))):
-        assert run(*inputs, tmp_path / "out.h5", "--class-names", names, "--overwrite").startswith(
-            f"{tmp_path / 'out.h5'}: 4 images of 3 c"
-        )
-        assert ImageFile.open(tmp_path / "out.h5").class_names == expected
-    run(*inputs, tmp_path / "none.h5", "--class-names", tmp_path / "nothing.txt", fails_with="no file of class names")
-    assert not (tmp_path / "none.h5").exists()
-
-
-def test_convert_cifar(tmp_path):
-    record = np.zeros((3, 3073), np.uint8)
-    record[:, 0] = [1, 9, 4]
-    record.tofile(tmp_path / "test_batch.bin")
-    run("convert", "cifar", tmp_path, tmp_path / "out.h5", "--split", "test")
-    assert ImageFile.open(tmp_path / "out.h5").labels.tolist() == [1, 9, 4]
-
-
-def test_convert_npz(tmp_path):
-    Image.new("RGB", (10, 6), (10, 20, 30)).save(tmp_path / "a.png")
-    blob = np.fromfile(tmp_path / "a.png", np.uint8)
-    offsets = np.array([0, blob.size, 2 * blob.size])
-    np.savez(tmp_path / "a.npz", blob=np.tile(blob, 2), offsets=offsets, labels=np.array([0, 1], np.uint8))
-    run("convert", "npz", tmp_path / "a.npz", tmp_path / "out.h5", "--size", 4, "--fit", "squash", "--threads", 2)
-    file = ImageFile.open(tmp_path / "out.h5")
-    assert file.images.shape == (2, 4, 4, 3)
-    assert (file.images == [10, 20, 30]).all()
-
-
 def test_convert_folder_lists_what_it_skips(tmp_path):
     for name in ("ant", "bee"):
         (tmp_path / "tree" / name).mkdir(parents=True)

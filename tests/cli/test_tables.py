@@ -6,9 +6,7 @@ import csv
 import io
 import json
 import os
-import re
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,16 +29,10 @@ from hpctrain.cli.result_tables import (
     write_predictions,
 )
 from hpctrain.cli.simulation_tables import (
-    candidate_words,
-    machine_lines,
-    measured_line,
-    megabytes,
-    milliseconds,
     print_search,
     print_whole,
     scaling_table,
     search_dict,
-    size_lines,
 )
 from hpctrain.comm.link import LinkModel
 from hpctrain.parallel.parallel_plan import ParallelPlan
@@ -52,7 +44,6 @@ from hpctrain.planner.search.search import SearchChoice, SearchResult
 from hpctrain.run.evaluation import Evaluation, PredictedClass, PredictedPicture, Predictions
 from hpctrain.training.evaluation import ConfusionMatrix
 from hpctrain.training.metrics import RunningSums
-from tests.planner.costs.test_computation_costs import MACHINE
 from tests.run.test_planned_runs import grid_task as task
 from tests.support import predictions
 from tests.support.sampling import amount
@@ -77,17 +68,6 @@ def shown(*arguments: str) -> dict[str, Any]:
     assert result.exit_code == 0, result.output
     found: dict[str, Any] = json.loads(result.output)
     return found
-
-
-def test_vgg16_on_a_grid_is_readable_in_100_columns() -> None:
-    result = run("show", VGG, "grid.rows=2", "grid.cols=2", "batch=64", *MIXED, *IMAGENET)
-    assert result.exit_code == 0, result.output
-    lines = result.output.splitlines()
-    assert max(map(len, lines)) <= 100
-    (row,) = [line for line in lines if line.startswith("features.2 ")]
-    assert " ".join(row.split()) == "features.2 conv 3x3 domain rows 0:112 112:224 1 1 1,835,008 1,835,008 0.15 412.88"
-    assert sum(line.startswith("  redistribute") for line in lines) == 5
-    assert "  c = 1: 2-3   node 0" in lines
 
 
 @pytest.mark.slow
@@ -218,14 +198,6 @@ def test_json_has_every_class_of_ranks_in_integers() -> None:
     assert set(groups) == {("all", (0, 1, 2)), ("model", (0,)), ("model", (1, 2))}
 
 
-def test_sentences_name_the_least_and_the_most() -> None:
-    result = run("show", VGG, "grid.rows=3", "grid.cols=1", "batch=4", *MIXED, *IMAGENET)
-    assert result.exit_code == 0, result.output
-    text = " ".join(result.output.split())
-    assert re.search(r"Memory per rank: [\d,.]+ to [\d,.]+ MB for the activations of a step", text)
-    assert re.search(r"All gradients: [\d,]+ to [\d,]+ bytes per rank and step\.", text)
-
-
 @pytest.mark.parametrize("form", [("schedule",), ("--schedule",)])
 def test_the_schedule_of_every_group_is_printed(form: tuple[str, ...]) -> None:
     result = run(*form, VGG, "grid.rows=2", "grid.cols=3", "batch=64", *MIXED, *IMAGENET)
@@ -283,13 +255,6 @@ def test_data_are_written_as_a_line_for_each_object() -> None:
     assert len(lines) == 2 + 3 + 2 * 4
 
 
-def test_bytes_of_an_averager_that_leaves_layers_out_are_said_to_differ() -> None:
-    quickstart = (str(CONFIGS / "quickstart.yaml"), "batch=8", "backend=numpy", "--image", "28", "28", "1", "--classes", "10")
-    sentence = "for a step that averages all layers"
-    assert sentence in run("show", *quickstart, "--ranks", "2", "averager=lazy").output
-    assert sentence not in run("show", *quickstart, "--ranks", "2").output
-
-
 def outcome(*overrides: str) -> PlannedSearch:
     """Two choices with long plans, for a machine that is too small for them."""
     uses = {f"stage{number}.*": "domain" for number in range(1, 9)}
@@ -305,27 +270,6 @@ def outcome(*overrides: str) -> PlannedSearch:
     ]
     asked = task(*overrides)
     return PlannedSearch(asked, on_any_grid(asked), SearchResult(tuple(choices), 7))
-
-
-@pytest.mark.parametrize(
-    ("candidate", "text"),
-    [
-        (Candidate(ParallelPlan(1, 4, "model", {"fc": "domain"}), AveragerChoice("blocking")), "batch; averager blocking"),
-        (
-            Candidate(
-                ParallelPlan(4, 1, "domain", {"fc": "model"}, (2, 2)),
-                AveragerChoice("sharded", {"window": None, "two_level": False}),
-            ),
-            "domain, fc model, images in 2 x 2 tiles; averager sharded with window None, two_level False",
-        ),
-        (
-            Candidate(ParallelPlan(2, 2, "batch", {**{f"f.{n}": "model" for n in range(4)}, "g": "domain"})),
-            "batch, f.0 .. f.3 model (4 patterns), g domain; averager sharded",
-        ),
-    ],
-)
-def test_a_candidate_in_words(candidate: Candidate, text: str) -> None:
-    assert candidate_words(candidate) == text
 
 
 def test_all_lines_fit_but_the_command(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -350,71 +294,12 @@ def test_the_data_are_plain_and_as_many_as_asked_for() -> None:
     assert choice["keys"]["averager"] == {"name": "sharded", "fc_exchange": "never"}
 
 
-def test_local_batch_norm_is_reported_with_its_samples(capsys: pytest.CaptureFixture) -> None:
-    print_search(outcome("batch_norm.statistics=local", "batch=50"), 5, "train")
-    assert "Batch norm takes its statistics over 25 samples with choice 1." in capsys.readouterr().out.splitlines()
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"), [(0.0, "0"), (1.234e-5, "0.0123"), (0.012345, "12.35"), (0.1234, "123.4"), (123.4, "123,400")]
-)
-def test_times_have_about_four_digits(seconds: float, text: str) -> None:
-    assert milliseconds(seconds) == text
-
-
-def test_sizes_have_about_three_digits() -> None:
-    assert [megabytes(value) for value in (0, 41_234, 1.23e6, 12.34e6, 1.2345e9)] == ["0.00", "0.04", "1.23", "12.3", "1,234"]
-
-
-def test_the_largest_figures_fit_80_columns() -> None:
-    points = [
-        SimulatedPoint("sharded", 2**k, 256 * 2**k, (1, 2**k), predictions.prediction(99.0, 98.0, memory_bytes=10**12))
-        for k in (0, 13, 19)
-    ]
-    out = io.StringIO()
-    Console(file=out, width=80).print(scaling_table(points))
-    lines = out.getvalue().splitlines()
-    assert len(lines) == 4
-    assert max(map(len, lines)) <= 80
-    assert "…" not in out.getvalue()
-    assert lines[2].split() == ["8,192", "99,000", "98,000", "100.0%", "21,183", "1,000,000"]
-
-
 @pytest.mark.parametrize("columns", [20, 40, 80, 200])
 def test_no_number_is_cut_on_a_narrow_terminal(columns: int) -> None:
     points = [SimulatedPoint("sharded", 8192, 8192, (1, 8192), predictions.prediction(99.0, 98.0, memory_bytes=10**12))]
     out = io.StringIO()
     print_whole(Console(file=out, width=columns), scaling_table(points))
     assert out.getvalue().splitlines()[1].split() == ["8,192", "99,000", "98,000", "100.0%", "82.7", "1,000,000"]
-
-
-def test_a_machine_says_how_much_of_it_was_measured() -> None:
-    assert list(machine_lines(MACHINE, {"bandwidth": 1.0})) == ["Machine test (not measured): no description."]
-    numbers = {"nodes": "measured 2026-01-31", "memory_bytes": "a data sheet"}
-    described = replace(MACHINE, sources=numbers, description="Two cores")
-    assert list(machine_lines(described, {"bandwidth": 2.0, "compute": 1.0})) == [
-        "Machine test (1 of 2 numbers measured): Two cores.",
-        "What if: bandwidth x 2.",
-    ]
-    guessed = replace(MACHINE, sources={"nodes": "not measured; a guess"})
-    assert next(machine_lines(guessed, {})) == "Machine test (not measured): no description."
-
-
-def test_how_much_was_measured_is_said() -> None:
-    assert measured_line(1.0).startswith("All computation times")
-    assert measured_line(0.0).startswith("No computation times")
-    assert measured_line(0.834).startswith("83% of the computation time")
-    assert " from the machine's rates. The rates of bfloat16 are estimated. To measure" in measured_line(
-        0.0, "The rates of bfloat16 are estimated."
-    )
-
-
-def test_what_does_not_fit_the_machine_is_said() -> None:
-    assert list(size_lines(MACHINE, 2, 10**9)) == []
-    assert list(size_lines(MACHINE, 5, 2 * 10**9)) == [
-        "Machine test has 1 x 2 ranks; 5 ranks need 3 nodes, so more nodes of the same kind are assumed.",
-        "A rank needs up to 2 GB, but has 1.07 GB: the largest of these jobs does not fit.",
-    ]
 
 
 NAMES = ("ankle boot", "a class whose name is far too long to stand in one line of a table", "日本")
@@ -475,14 +360,6 @@ def test_a_row_of_csv_for_each_picture(capsys: pytest.CaptureFixture[str], tmp_p
     assert capsys.readouterr().out == f"runs/a/checkpoints/checkpoint-00000001.h5: 4 images in {tmp_path / 'found.csv'}\n"
 
 
-def test_a_narrow_table_of_predictions_is_complete(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "10")
-    print_table(_predictions(), visible=True)
-    output = capsys.readouterr().out
-    assert "75.00%" in output
-    assert "probability" in output
-
-
 @pytest.mark.parametrize("show", [print_lines, print_table])
 def test_a_rank_that_prints_nothing_consumes_all_predictions(capsys: pytest.CaptureFixture[str], show) -> None:
     predictions = _predictions()
@@ -519,15 +396,6 @@ def test_text_has_the_worst_class_first_and_the_matrix_where_it_fits(capsys: pyt
     assert text[starts[2]] == ["bag", "-", "-", "0", "-"]
     assert ["class", "0", "1", "2"] in text
     assert ["T-shirt/top", "0", "5", "0", "1"] in text
-
-
-def test_averaged_weights_are_named(capsys: pytest.CaptureFixture[str]) -> None:
-    for averaged in (False, True):
-        evaluation = replace(_evaluation(), averaged=averaged)
-        print_text(evaluation, per_class=False, confusion=False)
-        assert ("checkpoint.h5 (averaged weights): " in capsys.readouterr().out) is averaged
-        print_json(evaluation, per_class=False, confusion=False)
-        assert json.loads(capsys.readouterr().out)["averaged"] is averaged
 
 
 def test_where_the_matrix_does_not_fit_the_most_frequent_mistakes_are_reported(capsys: pytest.CaptureFixture[str]) -> None:

@@ -148,13 +148,6 @@ def test_steps_end_in_words_and_a_short_run_records_its_first_step_and_its_last(
     assert records[3:] == [("epoch", 1, 5), ("evaluation", 1, 5), ("epoch", 2, 10), ("evaluation", 2, 10)]
 
 
-def test_sharded_state_goes_on_with_other_ranks(folder: Path) -> None:
-    options = ("dtype=float64", "batch_norm.statistics=synchronised", "averager.bucket_bytes=500")
-    for ranks, more in ((1, ["output=whole"]), (3, ["--steps", "4"]), (2, ["--resume", "auto"])):
-        _train(ranks, folder, *options, *more)
-    assert_close(newest_checkpoint(folder), newest_checkpoint(folder, "whole"))
-
-
 @pytest.fixture
 def on_a_link(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Outcome]:
     """Trains on a link that measures as slow or as fast as said: slices are of other sizes then."""
@@ -183,15 +176,6 @@ def test_resume_is_bitwise_whatever_the_link_measures_then(folder: Path, on_a_li
     assert len(_slices(newest_run(folder))) > len(_slices(newest_run(folder, "other")))
     on_a_link(1e-2, sizes, "--schedule-from", str(newest_run(folder, "whole").path), "output=again")
     assert_same(newest_checkpoint(folder, "again"), newest_checkpoint(folder, "whole"))
-
-
-def test_two_runs_end_with_the_same_bits_whatever_the_link_measures(folder: Path, on_a_link: Callable[..., Outcome]) -> None:
-    for alpha, output in ((1e-6, "first"), (1e-2, "second")):
-        on_a_link(alpha, f"output={output}")
-    assert _slices(newest_run(folder, "second")) == _slices(newest_run(folder, "first"))
-    assert_same(newest_checkpoint(folder, "second"), newest_checkpoint(folder, "first"))
-    refused = on_a_link(1e-6, "--schedule-from", str(newest_run(folder, "first").path), ranks=2, code=2)
-    assert "is for 3 ranks, but this run has 2; start 3 ranks" in refused.stderr
 
 
 def _killed(monkeypatch: pytest.MonkeyPatch, kind: str, step: int, train: Callable[[], object]) -> None:

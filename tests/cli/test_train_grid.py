@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,6 @@ from tests.support.tiny_runs import (
     Start,
     accuracy,
     assert_close,
-    assert_same,
     hpctrain,
     newest_checkpoint,
     newest_run,
@@ -80,15 +78,6 @@ def folder(tmp_path: Path) -> Path:
     return prepare(tmp_path, CONFIG)
 
 
-@pytest.fixture(scope="module")
-def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Such a folder with a whole run of one process in `alone`, and in `runs` 7 steps on a grid."""
-    folder = prepare(tmp_path_factory.mktemp("stopped"), CONFIG)
-    hpctrain(0, folder, "train", "output=alone")
-    hpctrain(4, folder, "train", *MIXED, "--steps", "7")
-    return folder
-
-
 @pytest.mark.slow
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("name", GRIDS)
@@ -108,25 +97,6 @@ def test_local_statistics_are_those_of_a_split_group(folder: Path) -> None:
     hpctrain(2, folder, "train", *local, "output=ranks")
     hpctrain(4, folder, "train", *MIXED, *local)
     assert_close(newest_checkpoint(folder), newest_checkpoint(folder, "ranks"), 1e-10, 1e-13)
-
-
-@pytest.mark.slow
-def test_a_resume_on_the_same_grid_is_bitwise(stopped: Path, tmp_path: Path) -> None:
-    shutil.copytree(stopped / "runs", tmp_path / "runs", symlinks=True)
-    hpctrain(4, stopped, "train", *MIXED, f"output={tmp_path}/whole")
-    second = hpctrain(4, stopped, "train", *MIXED, f"output={tmp_path}/runs", "--resume", "auto")
-    assert "resumed at epoch 2, step 7" in second.stdout
-    assert_same(newest_checkpoint(tmp_path), newest_checkpoint(tmp_path, "whole"))
-
-
-@pytest.mark.slow
-@pytest.mark.sample(1)
-@pytest.mark.parametrize(("ranks", "options"), [(0, ()), (4, ("grid.rows=4", *MODEL)), (4, ())])
-def test_a_resume_on_another_grid_with_another_plan(stopped: Path, tmp_path: Path, ranks: int, options: tuple[str, ...]) -> None:
-    shutil.copytree(stopped / "runs", tmp_path / "runs", symlinks=True)
-    outcome = hpctrain(ranks, stopped, "train", *options, f"output={tmp_path}/runs", "--resume", "auto")
-    assert "resumed at epoch 2, step 7" in outcome.stdout
-    assert_close(newest_checkpoint(tmp_path), newest_checkpoint(stopped, "alone"), 1e-10, 1e-13)
 
 
 @pytest.mark.slow

@@ -207,13 +207,6 @@ def test_a_rank_that_failed_is_named_with_its_sentence() -> None:
     assert " left  " not in text
 
 
-def test_a_run_of_which_nothing_is_known_has_a_screen() -> None:
-    lines = _lines(replace(STATE, records=(), ranks=(), checkpoint=None))
-    assert "no flight records and no metrics yet" in lines[0]
-    assert "before the first step" in lines[1]
-    assert "no checkpoint yet" in lines[2]
-
-
 def test_curves_are_of_ascii_where_the_output_is() -> None:
     class Ascii(io.StringIO):
         encoding = "ascii"

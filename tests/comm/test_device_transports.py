@@ -344,18 +344,6 @@ def test_operations_are_posted_in_the_order_in_which_they_were_started(on_host: 
     assert inner.posted == list(range(1, len(on_host) + 1))
 
 
-def test_texts_name_the_phase() -> None:
-    _, mirrors, comm = _scene()
-    first, second = comm.iallreduce(_Elsewhere(3)), comm.iallreduce(np.zeros(4))
-    assert str(first) == "allreduce of 3 elements, waiting for the device"
-    assert str(second) == "allreduce of 4 elements, waiting for its turn after operations that wait for the device"
-    mirrors.transits[0].done = True
-    assert isinstance(comm, Communicator)
-    assert first.test()
-    assert str(first) == "allreduce of 3 elements, on its way to the device"
-    assert str(second) == "of one process"
-
-
 def test_every_place_of_nccl_that_waits_matters(emulated_device: EmulatedDeviceFactory) -> None:
     """The stream of the links for kernels before an operation, and the host for the operation."""
     made: list[EmulatedDevice] = []
@@ -578,11 +566,6 @@ def test_nothing_is_tried_without_mpi_or_cupy(cupy: Any, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(mpi, "world", missing)
     assert device_probe.outcome() == UNTRIED
-
-
-def test_last_lines() -> None:
-    assert device_probe.last_line("a\n b \n\n") == "b"
-    assert device_probe.last_line("\n") == ""
 
 
 @pytest.mark.job

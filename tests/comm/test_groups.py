@@ -160,24 +160,6 @@ def test_a_node_sends_and_receives_as_if_it_were_one_rank() -> None:
         assert within == 2 * 8 * elements * 2 // 3
 
 
-def test_a_handle_says_at_which_stage_it_is() -> None:
-    def program(comm: ThreadCommunicator) -> None:
-        made = in_levels(comm, levels((0, 0, 1, 1)), "gradients")
-        if comm.rank == 3:
-            virtual_engine(comm).wait_handle(comm.ibarrier(), "the others")
-        handle, _, _ = _sums(made, [1] * 4, 0)
-        if comm.rank != 3:
-            assert not handle.test()
-            stage = "the second of two stages" if comm.rank < 2 else "the first of two stages"
-            for _ in range(5):
-                handle.test()
-            assert str(handle).endswith(stage)
-            wait(comm.ibarrier())
-        wait(handle)
-
-    run_virtual(4, program)
-
-
 @pytest.mark.sample(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("nodes", [(0, 0, 1, 1), (0, 1, 2, 0, 1, 2)])

@@ -165,46 +165,6 @@ def test_a_failure_on_one_rank_fails_the_suite_and_later_tests_still_run(job: Jo
         assert "failed on rank 1 of 2" in outcome.stdout
 
 
-@pytest.mark.mpi_differs
-def test_a_failure_while_others_wait_ends_the_suite(job: Job, tmp_path: Path) -> None:
-    outcome = _pytest(
-        job,
-        2,
-        """
-        @pytest.mark.parallel(2)
-        def test_stuck(world, progress):
-            assert world.rank != 1, "before the barrier"
-            progress.wait_handle(world.ibarrier(), "barrier")
-            progress.wait_handle(world.ibarrier(), "another")
-        """,
-        tmp_path,
-    )
-    assert outcome.code != 0
-    assert "AssertionError: before the barrier" in outcome.output
-
-
-@pytest.mark.mpi_differs
-@pytest.mark.thorough
-def test_a_fixture_that_fails_on_one_rank_fails_the_test_on_all(job: Job, tmp_path: Path) -> None:
-    outcome = _pytest(
-        job,
-        2,
-        """
-        @pytest.fixture
-        def half(world):
-            assert world.rank == 0, "no fixture here"
-
-        @pytest.mark.parallel(2)
-        def test_fixture(world, progress, half):
-            progress.wait_handle(world.ibarrier(), "barrier")
-        """,
-        tmp_path,
-    )
-    assert outcome.code != 0
-    assert "1 error" in outcome.stdout, outcome.output
-    assert "no fixture here" in outcome.output
-
-
 # The second holds the interpreter lock without end: PyDLL does not let go of it during a call.
 _HANGS = {"time.sleep(60)": 124, "ctypes.PyDLL(None).sleep(60)": 1}
 

@@ -66,12 +66,6 @@ def test_a_test_calls_mpi_while_data_moves(clock: Clock, moving: int, calls: int
     assert request.calls == calls
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64", "int32", "int64", "uint8", "uint16"])
-def test_its_text_has_elements_and_dtype(dtype: str) -> None:
-    assert str(MpiHandle(Request(), "allreduce", np.zeros((2, 3), dtype))) == f"allreduce of 6 {dtype} elements"
-    assert str(MpiHandle(Request(), "barrier")) == "barrier"
-
-
 NAMES = ("FLOAT", "DOUBLE", "INT32_T", "INT64_T", "UINT8_T", "UINT16_T")
 
 

@@ -523,19 +523,6 @@ def test_what_follows_an_operation_is_done_once_and_in_the_test_that_finds_it_co
     assert operation.tests == 2
 
 
-def test_an_operation_says_at_which_stage_it_is() -> None:
-    stages = InOrder()
-    firsts, second = [_Step("all-to-all"), _Step("all-to-all")], _Step("allgather")
-    before, after = (stages.second_stage(first, lambda: second) for first in firsts)
-    assert str(after) == "all-to-all, the first of two stages"
-    firsts[1].complete = True
-    assert not after.test()
-    assert str(after) == "first of two stages complete"
-    firsts[0].complete = True
-    assert not before.test()
-    assert str(after) == "allgather, the second of two stages"
-
-
 @given(st.integers(1, 12), st.randoms(use_true_random=False))
 def test_operations_begin_in_the_order_of_their_places(count: int, source: random.Random) -> None:
     begun: list[int] = []
@@ -552,17 +539,6 @@ def test_operations_begin_in_the_order_of_their_places(count: int, source: rando
         source.choice(places).test()
     assert begun == list(range(count))
     assert all(place.test() for place in places)
-
-
-def test_texts() -> None:
-    turns = InOrder()
-    first, second = turns.reserve(), turns.reserve()
-    second.fill(Complete)
-    assert not second.test()
-    assert str(second) == "waiting for its turn after operations within the node"
-    first.fill(Complete)
-    assert second.test()
-    assert str(second) == "of one process"
 
 
 def test_buffers_are_used_again_and_by_one_at_a_time() -> None:

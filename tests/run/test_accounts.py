@@ -1,19 +1,16 @@
 """Accounts of a run: steps, waits for data, memory, reads, cores and progress; its events and state; the reason of its end."""
 
 import json
-import os
 import re
 import signal
 import socket
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -25,20 +22,18 @@ from hpctrain.comm.progress import ProgressEngine
 from hpctrain.comm.progress_mode import OverlapMeasurement, ProgressMode
 from hpctrain.core.errors import ConfigError
 from hpctrain.core.text import size_text
-from hpctrain.data.cache import Origin, ReadCounts
 from hpctrain.flight.recorder import FlightRecorder
 from hpctrain.job.automatic_choice import PredictedStep
-from hpctrain.job.session import cores_of_ranks, describe_cores, ranges
+from hpctrain.job.session import describe_cores
 from hpctrain.launch.control_groups import resident_bytes
 from hpctrain.launch.process_end import End
 from hpctrain.run import accounts
-from hpctrain.run.accounts import DataAccount, PeakMemory, RunAccount, StepParts, WaitsOfRanks, reads_line
-from hpctrain.run.data_cache import KeptSamples, sentences
+from hpctrain.run.accounts import DataAccount, PeakMemory, RunAccount, StepParts
 from hpctrain.run.messages import from_measurement, set_progress
-from hpctrain.run.training import StopReason, kept_clause, stop_reason
+from hpctrain.run.training import StopReason, stop_reason
 from hpctrain.runs import state as run_state
 from hpctrain.runs.directory import RunDirectory
-from hpctrain.runs.state import _TEXTS, RunReader, RunState, events_of
+from hpctrain.runs.state import RunReader, RunState
 from hpctrain.training.accounts import DataWait, MeasuredStep
 from hpctrain.training.snapshot import Position
 from hpctrain_testing.virtual.communicator import ThreadCommunicator
@@ -139,11 +134,6 @@ def test_the_mean_of_the_ranks_counts_unless_one_has_too_few_steps() -> None:
     assert over(first, unknown) == [StepParts(2.5, 40, None, 1.5, 0.125, 0.75, 0.125, 0.0, 0.5)] * 2
     for other in (None, replace(first, steps=13)):
         assert over(first, other) == [None, None]
-
-
-@pytest.mark.parametrize(("predicted", "accuracy"), [(2.0, 1.0), (1.5, 0.75), (2.5, 0.75), (6.0, -1.0)])
-def test_accuracy_is_what_the_error_leaves_of_the_measured_time(predicted: float, accuracy: float) -> None:
-    assert accounts.accuracy(predicted, 2.0) == accuracy
 
 
 def test_lines_and_facts_hold_the_prediction_and_the_run() -> None:
@@ -265,16 +255,6 @@ def test_each_epoch_has_the_mean_and_the_slowest_rank_and_the_end_all_of_them(ra
     assert (nothing.lines, nothing.records) == ([], []), "a run that trains nothing says nothing"
 
 
-@pytest.mark.parametrize(
-    ("waited", "line"),
-    [(0.4, "0.3% of the time (mean of the ranks; rank 4095 0.4%)"), (99.4, "49.8% of the time (mean of the ranks;")],
-)
-def test_the_line_names_the_measurement_if_data_are_slow(waited: float, line: str) -> None:
-    whole = WaitsOfRanks.of(np.array([[4095, 1000, 100.0, waited], [7, 1000, 100.0, 0.2]])).line(2)
-    assert whole.startswith(f"steps waited for data {line}")
-    assert whole.endswith("; `hpctrain bench data` shows what limits the data") == (waited > 1)
-
-
 def _of_ranks(resident: list[int], devices: list[int | None]) -> list[PeakMemory]:
     """Every rank's account, where ranks have peaks of their own, which those of one process have not."""
 
@@ -318,71 +298,8 @@ def test_lines_and_facts_of_memory_name_the_rank_and_gpus_where_there_are_severa
     assert accounts.memory_facts(PeakMemory(612_345_678, 3, 600_000_000.0, 5, pinned), 9) == facts | of_gpu
 
 
-EVENTS: list[tuple[dict[str, Any], str | None]] = [
-    ({"kind": "start", "done_samples": 0}, "training begins"),
-    ({"kind": "interval", "step": 1}, None),  # numbers of steps are no event
-    ({"kind": "skip", "step": 7, "layer": "fc", "held": "a gradient"}, "step 7 skipped: a gradient of fc not finite"),
-    ({"kind": "rollback", "from_step": 9, "step": 5, "error": "inf"}, "went back from step 9 to step 5: inf"),
-    ({"kind": "checkpoint", "step": 6, "warning": "no room"}, "no room"),
-    ({"kind": "image_size", "step": 6, "epoch": 3, "size": 32}, "images of 32 px from epoch 3"),
-    ({"kind": "resume", "step": 6, "changes": {"optimizer.lr": [1, 2]}}, "resumed at step 6 with changed optimizer.lr"),
-    ({"kind": "stop", "step": 8, "by": "SIGTERM"}, "stopped by SIGTERM after step 8"),
-]
-
-
-def test_events_are_reported_in_their_order() -> None:
-    found = events_of([{**record, "time": float(time)} for time, (record, _) in enumerate(EVENTS)])
-    expected = [(float(time), text) for time, (_, text) in enumerate(EVENTS) if text is not None]
-    assert [(event.time, event.text) for event in found] == expected
-    for kind in sorted(_TEXTS):  # without its facts a record is reported as far as it goes
-        (event,) = events_of([{"kind": kind}])
-        assert event.text
-
-
-def test_each_source_of_samples_is_reported() -> None:
-    counts = ReadCounts()
-    counts.add(Origin.FILE, 1200, 3_000_000_000)
-    assert reads_line(counts.values()) == "samples read: 1,200 from the data files (3 GB)"
-    for origin, samples in ((Origin.LOCAL, 5), (Origin.NODES, 6), (Origin.MEMORY, 7)):
-        counts.add(origin, samples, 10_000_000)
-    assert reads_line(counts.values()) == (
-        "samples read: 1,200 from the data files (3 GB), 5 from the nodes' local copies (10 MB), "
-        "7 from memory of the nodes (10 MB), 6 from other nodes (10 MB)"
-    )
-
-
-AGAIN = ", the others are read again in each epoch"
 MEMORY, LOCAL = "{} stay in memory of each node (1.5 GB)", "{} stay in a local copy on each node (2 GB)"
 EIGHT, FIVE = "61 % of the samples", "38 % of the samples"
-DENIED = {"local_denied": "/disk has room for 2 GB"}
-WHY = "in memory of each rank, as the ranks of a node cannot share it (Operation not permitted) (1.5 GB)"
-
-
-@pytest.mark.parametrize(
-    ("kept", "expected"),
-    [
-        ({"memory": 13}, [MEMORY.format("all samples")]),
-        ({"memory": 8}, [MEMORY.format(EIGHT) + AGAIN]),
-        ({"memory": 8, "local": 5, "local_first": 8}, [MEMORY.format(EIGHT), LOCAL.format(FIVE)]),
-        (
-            {"memory": 8, "local": 2, "local_first": 8} | DENIED,
-            [MEMORY.format(EIGHT), LOCAL.format("15 % of the samples") + ", as /disk has room for 2 GB" + AGAIN],
-        ),
-        (
-            {"memory": 8, "local": 13, "found": 9},
-            [MEMORY.format(EIGHT), LOCAL.format("all samples") + ", 9 of them from an earlier run"],
-        ),
-        ({"local": 13}, [LOCAL.format("all samples")]),
-        ({"memory": 8} | DENIED, [MEMORY.format(EIGHT) + AGAIN, "there is no local copy, as /disk has room for 2 GB"]),
-        ({}, ["no sample stays in memory of a node; all are read again in each epoch"]),
-        ({"memory": 13, "denied": "Operation not permitted"}, [f"all samples stay {WHY}"]),
-    ],
-)
-def test_what_is_kept_is_reported(make_file: Callable[..., Any], kept: dict[str, Any], expected: list[str]) -> None:
-    file = make_file()[0]
-    file.path = Path("images.h5")
-    found = list(sentences(file, KeptSamples(**kept, memory_bytes=1_500_000_000, local_bytes=2_000_000_000)))
-    assert found == [f"data images.h5: {each}" for each in expected]
 
 
 def _masks(*texts: range) -> list[frozenset[int]]:
@@ -409,14 +326,6 @@ def test_nodes_that_are_alike_are_reported_once_and_many_ranks_are_shortened(
     cpus: list[frozenset[int]], node_of: list[int], line: str
 ) -> None:
     assert describe_cores(cpus, node_of) == f"cores of the ranks: {line}"
-
-
-def test_numbers_are_written_as_people_do_and_many_kinds_of_node_are_shortened() -> None:
-    for numbers, text in (({0, 1, 2, 5}, "0-2,5"), ({3}, "3"), ({7, 6, 64, 65}, "6-7,64-65"), (set(), ""), ({0, 2, 4}, "0,2,4")):
-        assert ranges(numbers) == text
-    line = describe_cores(_masks(*(range(rank + 1) for rank in range(9))), list(range(9)))
-    assert line.endswith("0-3 (rank 3); and 5 more kinds of node")
-    assert cores_of_ranks(SingleCommunicator(), (0,)) == f"cores of the ranks: {ranges(os.sched_getaffinity(0))}"
 
 
 NONE, TEST, THREAD = ProgressMode.NONE, ProgressMode.TEST, ProgressMode.THREAD
@@ -622,12 +531,3 @@ def test_a_limit_is_a_reason_where_no_rank_had_a_signal() -> None:
         return str(stop_reason(comm, quiet, limit)), str(stop_reason(comm, asked, limit))
 
     assert set(run_virtual(3, reasons)) == {("max_time, 60 s", "SIGTERM on rank 2")}
-
-
-def test_the_newest_checkpoint_is_named_where_a_run_ends_at_once(tmp_path: Path) -> None:
-    directory = RunDirectory(tmp_path)
-    assert kept_clause(directory) == "; there is none of this run on the disk"
-    directory.checkpoints.mkdir()
-    for step in (5, 12):
-        (directory.checkpoints / f"checkpoint-{step:08d}.h5").touch()
-    assert kept_clause(directory) == f"; the newest one on the disk is {directory.checkpoints}/checkpoint-00000012.h5"

@@ -319,15 +319,6 @@ def test_what_is_open_gets_the_chosen_values_and_nothing_else_changes() -> None:
     assert applied.model_dump(include=others) == config.model_dump(include=others)
 
 
-def test_one_line_tells_the_choice_the_prediction_and_what_came_second() -> None:
-    choice = _choice_for(_task())
-    assert choice.line(choice.applied(_open_config())) == (
-        "grid, plan, averager auto: 2 x 2: batch, features.* domain, classifier.* model, "
-        "averager sharded (fc_exchange never), "
-        "predicted 0.452 s per step (next best 1 x 4, averager bucketed: 0.47 s)"
-    )
-
-
 def test_digests_tell_machines_and_models_apart() -> None:
     assert machine_digest(MACHINE) == machine_digest(replace(MACHINE))
     assert machine_digest(MACHINE) != machine_digest(MACHINE.scaled(latency=2.0))
@@ -496,16 +487,3 @@ def test_a_file_that_cannot_be_written_is_reported_before_anything_is_measured(t
             measurement.run_calibration(SingleCommunicator(), NumpyKernelSet(), 1, 5.0, path, 60.0)
     assert old.read_text() == "as it was"
     assert not new.exists()
-
-
-@pytest.mark.usefixtures("known_rates")
-def test_every_number_is_in_the_table_which_is_folded_to_80_columns_where_there_is_no_terminal(capsys) -> None:
-    machine = machine_file.read("xc40")
-    simulation_tables.print_machine(replace(machine, sources=dict.fromkeys(machine.sources, "here")))
-    printed = capsys.readouterr().out
-    assert all(".".join(key.split(".")[:2]) in printed for key in machine.sources)
-    assert printed.count("here") == 1
-    simulation_tables.print_machine(machine_file.read("development"))
-    printed = capsys.readouterr().out
-    assert max(map(len, printed.splitlines())) <= 80
-    assert "…" not in printed

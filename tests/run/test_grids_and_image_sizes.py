@@ -61,19 +61,6 @@ def test_the_plan_has_the_uses_that_patterns_name() -> None:
     assert plan.use_of("classifier.0") is Parallelism.MODEL
 
 
-@pytest.mark.parametrize(
-    ("overrides", "expected"),
-    [
-        (DOMAIN, "2 x 3: domain"),
-        ((*DOMAIN, "plan.classifier.*=model"), "2 x 3: domain, classifier.* model"),
-        ((*DOMAIN, "grid.tiles=[1, 2]"), "2 x 3: domain, images in 1 x 2 tiles"),
-        ((*DOMAIN, "grid.rows=1"), "1 x 3"),
-    ],
-)
-def test_a_plan_in_a_few_words(overrides: tuple[str, ...], expected: str) -> None:
-    assert grid.describe(grid.parallel_plan(config_of(*overrides), 3)) == expected
-
-
 @pytest.mark.parametrize(("batch", "rows", "cols", "legal"), [(3, 1, 3, True), (2, 1, 3, False), (1, 2, 3, True)])
 def test_every_rank_has_a_sample_to_work_on(batch: int, rows: int, cols: int, legal: bool) -> None:
     """Ranks of a split group work on each other's samples."""

@@ -6,7 +6,7 @@ import os
 import re
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -48,7 +48,6 @@ from hpctrain.training.metrics import Reporter
 from hpctrain.training.snapshot import Position
 from hpctrain_testing import faults
 from hpctrain_testing.faults import Fault, run_fault
-from hpctrain_testing.run import Outcome
 from hpctrain_testing.virtual.communicator import ThreadCommunicator
 from hpctrain_testing.virtual.counters import Counters, CountingCommunicator
 from hpctrain_testing.virtual.run import run_virtual, virtual_engine
@@ -328,21 +327,10 @@ def test_each_rank_exchanges_what_the_plan_says(file: Path, fc_exchange: str) ->
     assert run_virtual(4, program, ranks_per_node=2) == list(planned)
 
 
-Job = Callable[..., Outcome]
-
-
 def test_without_a_limit_there_is_nothing_to_say() -> None:
     limit = max_time(None)
     assert not limit.limit.finite
     assert (limit.sentence, limit.reason) == ("", None)
-
-
-def test_a_limit_names_itself_once_it_has_asked() -> None:
-    limit = max_time(1e-3)
-    assert limit.sentence.startswith("max_time, 0.001 s: the run ends with a checkpoint and exit code 85 before ")
-    assert limit.reason is None
-    assert limit.limit.over()
-    assert limit.reason == "max_time, 0.001 s"
 
 
 def test_slurm_says_when_its_job_ends() -> None:

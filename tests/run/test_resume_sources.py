@@ -645,12 +645,6 @@ def test_a_request_for_the_best_is_refused_where_it_cannot_be_known(
     assert nothing_to_choose(_config(folder, "epochs=5", *overrides), 5) is None, "it was not asked for"
 
 
-def test_the_run_says_so(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    _whole(folder, "data.test=", "checkpoint.best=top5", accuracies=(1,))
-    said = whole_lines(capsys.readouterr().out)
-    assert "\ncheckpoint.best is top5, but neither data.validation nor data.test is set, so nothing is evaluated; " in said
-
-
 def _save(directory: Path, best: BestCheckpoint, step: int, right: int) -> None:
     """An evaluation and a checkpoint, as a run makes them."""
     position = Position(epoch=step, global_step=step)

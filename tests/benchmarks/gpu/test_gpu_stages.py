@@ -18,30 +18,25 @@ import pytest
 
 from benchmarks import gpu_check
 from benchmarks.gpu import links, peer, pixels, stages, training
-from benchmarks.gpu.arithmetic_cases import arithmetic_results
 from benchmarks.gpu.build import build_kernels, kernel_names, make_convolutions
 from benchmarks.gpu.cases import Case, cases, exact
 from benchmarks.gpu.child import watch
-from benchmarks.gpu.facts import _SPEEDS, Bench
+from benchmarks.gpu.facts import _SPEEDS
 from benchmarks.gpu.facts import measure as measure_speeds
-from benchmarks.gpu.kernels import TOLERANCES, compare_all, differences, kernel_set, loss_results, reference, results, tolerance
+from benchmarks.gpu.kernels import TOLERANCES, compare_all, differences, kernel_set, reference, results, tolerance
 from benchmarks.gpu.ladder import Ladder
-from benchmarks.gpu.pixels import add_rate, check_bits, pixel_batch
+from benchmarks.gpu.pixels import add_rate, check_bits
 from benchmarks.gpu.ranks import compare
 from benchmarks.gpu.roundings import SOURCE, count_differences, rounding_kernel
 from benchmarks.gpu.sanitizer import check_program
 from benchmarks.gpu.settings import NotBuiltYetError, Settings, SkippedError
-from benchmarks.gpu.speed import figures_of
-from benchmarks.gpu.speed import floor as speed_floor
 from benchmarks.gpu.stage_report import FAILED, NOT_BUILT, PASSED, SKIPPED, StageReport
 from benchmarks.gpu.stages import STAGES, Stage, failures, publish, run_all, run_apart, run_here
 from benchmarks.gpu.training import check_precision, cpu_curve, digest
 from benchmarks.gpu.training_run import Task, TrainingRun
-from hpctrain.backend.choice import DEVICE_VARIABLE
 from hpctrain.backend.cuda import sources
 from hpctrain.backend.cuda.arithmetic import CudaArithmetic
 from hpctrain.backend.cuda.device import ConvolutionKey, DeviceConvolution, Precision
-from hpctrain.backend.cuda.transports import CudaMessages
 from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
 from hpctrain.backend.operators import InputView, Operator, StepContext
 from hpctrain.backend.pixels import PixelBatch
@@ -103,12 +98,6 @@ def test_an_error_fails_the_stage_and_goes_on_to_the_log(monkeypatch: pytest.Mon
     assert (content["status"], content["summary"]) == (FAILED, "ZeroDivisionError: of nothing; measured 7")
 
 
-def test_the_package_of_a_stage_takes_the_device_of_the_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(DEVICE_VARIABLE, "hpctrain_testing.emulator:7")
-    assert Settings("emulated", tmp_path).environment()[DEVICE_VARIABLE] == "hpctrain_testing.emulator:2"
-    assert DEVICE_VARIABLE not in Settings("cuda", tmp_path).environment()
-
-
 @pytest.mark.job
 @pytest.mark.slow
 def test_the_command_runs_stages_apart_and_publishes_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -119,17 +108,6 @@ def test_the_command_runs_stages_apart_and_publishes_them(tmp_path: Path, capsys
     assert (content["stage"], content["status"], content["device"]) == ("facts", PASSED, "emulated")
     assert "facts.log" in (results / "gpu-check.log").read_text()
     assert "facts     passed" in capsys.readouterr().out
-
-
-@pytest.mark.job
-@pytest.mark.slow
-def test_a_stage_that_dies_or_takes_too_long_has_failed(settings: Settings) -> None:
-    died = run_apart(Stage("no_such_stage", 60), settings, 60)
-    assert died["status"] == FAILED
-    assert "ended with code 2" in died["summary"]
-    late = run_apart(Stage("facts", 60), settings, 0.02)
-    assert late["status"] == FAILED
-    assert "stopped after its limit" in late["summary"]
 
 
 @pytest.mark.parametrize(("code", "text"), [(-11, "ended with code -11"), (None, "stopped after its limit of 60 s")])
@@ -273,34 +251,12 @@ def test_the_stored_losses_are_those_of_this_cpu(monkeypatch: pytest.MonkeyPatch
         training.stored_curve()
 
 
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [("NVIDIA H100 80GB HBM3", "H100"), ("NVIDIA H200", "H200"), ("NVIDIA A100-SXM4-80GB", "A100"), ("emulated", "H100")],
-)
-def test_the_floor_is_that_of_the_gpu_by_its_name(name: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(EmulatedDevice, "name", name)
-    device = EmulatedDevice()
-    assert figures_of(device).name.startswith(kind)
-    figures = speed_floor(device, Task("resnet20", 8, 32), "bfloat16", 1.0)
-    assert figures["over_floor"] == pytest.approx(1.0 / float(figures["floor_seconds"]))
-
-
 def test_trainings_are_compared_epoch_by_epoch(report: StageReport) -> None:
     compare("same", [0.5, 0.25], [0.5, 0.25 * (1 + 1e-6)], report)
     compare("other", [0.5, 0.25], [0.5, 0.26], report)
     compare("failed", [], [], report)
     compare("shorter", [0.5], [0.5, 0.25], report)
     assert outcomes(report) == [True, False, False, False]
-
-
-def test_the_hosts_time_ends_when_everything_is_enqueued() -> None:
-    synchronised: list[int] = []
-    stream = SimpleNamespace(synchronize=lambda: synchronised.append(1))
-    device: Any = SimpleNamespace(stream=lambda name: stream, kernel=lambda *_, **__: None)
-    calls: list[int] = []
-    assert 0.0 < Bench(device)._host_seconds(lambda: calls.append(len(synchronised))) < 1.0
-    assert calls == list(range(1, 11)), "the device is idle before each turn, and none waits for its own"
-    assert len(synchronised) == 11
 
 
 def test_a_speed_that_cannot_be_measured_keeps_no_other_from_it(report: StageReport) -> None:
@@ -462,21 +418,6 @@ def test_a_wrong_kernel_and_one_that_raises_are_failed_checks(
     assert report.content["checks"][1]["text"] == "ValueError: no such kernel"
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_arithmetic_and_loss_on_numpy_are_the_references(dtype: str) -> None:
-    values = arithmetic_results(NumpyKernelSet(), dtype)
-    np.testing.assert_array_equal(values["finite"], [1.0, 0.0])
-    np.testing.assert_array_equal(values["fill"], np.full(values["fill"].size, 0.375))
-    np.testing.assert_array_equal(values["sum"], values["fetch"])
-    np.testing.assert_allclose(values["sum"] - values["copy"], values["from host"], atol=1e-6)
-    logits, labels = np.random.default_rng(0).standard_normal((5, 7)), np.arange(5)
-    sums = loss_results(NumpyKernelSet(), dtype, logits, labels, 0.0)
-    shifted = logits - logits.max(axis=1, keepdims=True)
-    expected = (np.log(np.exp(shifted).sum(axis=1)) - shifted[np.arange(5), labels]).sum()
-    assert sums["sums"][0] == pytest.approx(expected, rel=1e-6)
-    assert sums["sums"][3] == 5
-
-
 @pytest.mark.job
 def test_a_wrong_rounding_is_found() -> None:
     """Half away from zero in the place of half to even: every second tie differs, one of 2^17 patterns."""
@@ -517,16 +458,6 @@ def test_an_operation_that_brings_nothing_fails(links_report: StageReport, cuda_
     assert (check["passed"], check["text"]) == (False, "0.0 to 0.0 of 10.0")
 
 
-@pytest.mark.usefixtures("emulated_device")
-def test_a_machine_without_nccl_says_so(links_report: StageReport, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(messages: Any) -> str:
-        return "CuPy finds no NCCL"
-
-    monkeypatch.setattr(CudaMessages, "group_fault", missing)
-    with pytest.raises(SkippedError, match="CuPy finds no NCCL"):
-        links.run(Settings("emulated", tmp_path), links_report)
-
-
 SIZES = pixels.Sizes(9, 7, 4, 2)
 
 
@@ -560,19 +491,6 @@ def test_one_wrong_element_is_seen(
     monkeypatch.setattr(PixelBatch, "__array__", wrong)
     check_bits(kernel_set(emulated_device(2), "float32"), SIZES, pixels_report)
     assert [check["text"] for check in pixels_report.content["checks"]] == [f"1 of {4 * 7 * 7 * 3} elements differ"] * 6
-
-
-def test_windows_show_what_they_should() -> None:
-    """Every second image is mirrored, and no window leaves its image."""
-    batch = pixel_batch(pixels._SMALL_SIZES, 3, "float64")
-    plain = np.asarray(PixelBatch(batch.pixels, batch.windows, batch.size, np.ones(3), np.zeros(3), 0.5))
-    for number, (image, window) in enumerate(zip(batch.pixels, batch.windows, strict=True)):
-        top, left = int(window["top"]), int(window["left"]) - (0 if number % 2 else batch.size[1] - 1)
-        shown = image[top : top + batch.size[0], left : left + batch.size[1]].astype(float)
-        shown = shown if number % 2 else shown[:, ::-1]
-        (above, below), (before, after) = window["filled"].tolist()
-        shown[above:below, before:after] = 0.5
-        np.testing.assert_array_equal(plain[number], shown)
 
 
 @pytest.mark.job

@@ -197,14 +197,6 @@ def test_after_a_view_the_gradient_is_that_of_its_output() -> None:
     assert facts.views_of(flatten.inputs[0]) == [flatten.output]
 
 
-def test_sentences_name_step_action_and_tensor() -> None:
-    facts = _facts("plain")
-    assert facts.name(0) == "the images (tensor 0)"
-    assert str(facts.error(Action.INPUT, 0, "is late")) == (
-        "conv1 (the gradient of its input) is late; the step computes the output of conv1 (tensor 1)."
-    )
-
-
 def test_a_place_of_the_wrong_size_or_outside_of_the_arena_is_refused() -> None:
     plan = _facts("plain").plan
     for region in (Region(0, plan.memory[0].output.size_bytes - 4), Region(plan.arena_bytes, plan.memory[0].output.size_bytes)):
