@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 
+from hpctrain.averaging.averagers import AVERAGERS
 from hpctrain.backend.graph import Graph
 from hpctrain.backend.operators import KernelSet
 from hpctrain.backend.specs import Conv2dSpec, LinearSpec
@@ -22,32 +23,28 @@ from hpctrain.planner.simulation.tasks import SimulationOptions
 
 #: sections of a configuration that a search chooses
 SEARCHED_SECTIONS = ("grid", "plan", "averager", "micro_batches")
-#: averagers that a search tries; none of them changes the optimisation, unlike `lazy` and `sparse`
-AVERAGERS = (
-    AveragerChoice("sharded"),
-    AveragerChoice("sharded", {"fc_exchange": "never"}),
-    AveragerChoice("bucketed"),
-    AveragerChoice("priority"),
-    AveragerChoice("overlap"),
-    AveragerChoice("blocking"),
-)
+
+
+def searched_averagers() -> tuple[AveragerChoice, ...]:
+    """Return the averagers that a search tries: those that sum unchanged gradients (`Strategy.sums_shards`), the default first.
+
+    The default is also tried without the exchange of inputs and errors.
+    """
+    default = AveragerChoice()
+    others = (name for name in AVERAGERS.names() if name != default.name and getattr(AVERAGERS.find(name), "sums_shards", False))
+    return default, AveragerChoice(default.name, {"fc_exchange": "never"}), *map(AveragerChoice, others)
 
 
 @dataclass(frozen=True)
 class SearchSpace:
-    """Open choices, and choices fixed by the user.
+    """Choices fixed by the user, which are None if they are open, and the alternatives of open choices.
 
     Attributes:
         fixed_grid: the user's (Pr, Pc); None: open.
         fixed_plan: plan with the user's uses, and with tiles if the grid is fixed, too; None: open.
-        fixed_averager: the user's averager; None: open.
-        fixed_micro_batches: the user's number of micro-batches; None: open.
         tiles: tiles of the user's grid if the plan is open; None: all ranks split the height.
-        averagers: alternatives if no averager is fixed.
-        micro_batches: alternatives if no number of micro-batches is fixed.
         simulated: number of candidates in the first round of simulations: those with the best lower bounds, and pure data
             parallelism with each averager. More follow, with averagers and plans exchanged among the best.
-        options: options of the simulations.
     """
 
     fixed_grid: tuple[int, int] | None = None
@@ -55,7 +52,7 @@ class SearchSpace:
     fixed_averager: AveragerChoice | None = None
     fixed_micro_batches: int | None = None
     tiles: tuple[int, int] | None = None
-    averagers: tuple[AveragerChoice, ...] = AVERAGERS
+    averagers: tuple[AveragerChoice, ...] = field(default_factory=searched_averagers)
     micro_batches: tuple[int, ...] = (1, 2, 4)
     simulated: int = 8
     options: SimulationOptions = field(default_factory=SimulationOptions)

@@ -29,7 +29,7 @@ from hpctrain.planner.job import AveragerChoice, Job
 from hpctrain.planner.search.averaging_costs import AveragedParts
 from hpctrain.planner.search.estimates import Estimate, GridEstimates, unsplit_plan
 from hpctrain.planner.search.layer_costs import SegmentCosts, segments
-from hpctrain.planner.search.search_space import AVERAGERS, SearchSpace, grid_shapes
+from hpctrain.planner.search.search_space import SearchSpace, grid_shapes, searched_averagers
 from hpctrain.planner.search.shortest_path import Costs, Edge, lower_bound, shortest_paths, unbeaten
 from tests.support.nets import plain, residual
 from tests.support.simulated import NoCompute, job_of, machine_of
@@ -317,7 +317,7 @@ def test_no_uses_on_any_grid_beat_those_that_are_found(net: str, rate: str) -> N
 def test_no_uses_that_fit_beat_those_that_are_found(net: str) -> None:
     job, machine = problem(net, "middle")
     grid = GridEstimates(job, machine, RateCosts(machine), SearchSpace(), (4, 1))
-    choice = AVERAGERS[0]
+    choice = searched_averagers()[0]
     known = sorted(everything(grid, choice, 4), key=lambda one: one.memory_bytes)
     assert known[0].memory_bytes < known[-1].memory_bytes
     for limit in {int(known[k].memory_bytes) + 1 for k in (0, len(known) // 3, len(known) // 2)}:
@@ -332,7 +332,7 @@ def test_no_uses_that_fit_beat_those_that_are_found(net: str) -> None:
 def test_an_incumbent_prunes_nothing_that_beats_it() -> None:
     job, machine = problem("chain", "middle")
     grid = GridEstimates(job, machine, RateCosts(machine), SearchSpace(), (2, 2))
-    for choice in AVERAGERS:
+    for choice in searched_averagers():
         best = grid.best(choice)[0]
         assert grid.best(choice, best.seconds)[0].seconds == pytest.approx(best.seconds)
         assert not grid.best(choice, best.seconds / 2)
@@ -342,12 +342,12 @@ def test_a_fixed_plan_keeps_its_uses_on_every_grid() -> None:
     job, machine = problem("chain", "middle")
     fixed = ParallelPlan(2, 1, Parallelism.DOMAIN, {"fc*": Parallelism.MODEL})
     space = SearchSpace(fixed_plan=fixed)
-    (estimate,) = GridEstimates(job, machine, RateCosts(machine), space, (4, 1)).best(AVERAGERS[0])
+    (estimate,) = GridEstimates(job, machine, RateCosts(machine), space, (4, 1)).best(searched_averagers()[0])
     assert estimate.candidate.plan == replace(fixed, rows=4, cols=1)
-    (estimate,) = GridEstimates(job, machine, RateCosts(machine), space, (2, 2)).best(AVERAGERS[0])
+    (estimate,) = GridEstimates(job, machine, RateCosts(machine), space, (2, 2)).best(searched_averagers()[0])
     assert estimate.candidate.plan == replace(fixed, rows=2, cols=2)
     assert unsplit_plan(space, (1, 4)) == ParallelPlan(1, 4)
-    free = GridEstimates(job, machine, RateCosts(machine), SearchSpace(), (4, 1)).best(AVERAGERS[0])[0]
+    free = GridEstimates(job, machine, RateCosts(machine), SearchSpace(), (4, 1)).best(searched_averagers()[0])[0]
     assert free.seconds <= estimate.seconds
 
 

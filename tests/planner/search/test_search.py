@@ -22,7 +22,7 @@ from hpctrain.planner.job import AveragerChoice, Candidate, Job
 from hpctrain.planner.search.estimates import patterns
 from hpctrain.planner.search.layer_costs import segments
 from hpctrain.planner.search.search import SearchResult, reason, search
-from hpctrain.planner.search.search_space import AVERAGERS, SearchSpace, grid_shapes
+from hpctrain.planner.search.search_space import SearchSpace, grid_shapes, searched_averagers
 from hpctrain.planner.simulation.tasks import Prediction, SimulatedStep, SimulationOptions
 from hpctrain.trace.time_table import Row, TimeTable
 from hpctrain_testing.virtual.communicator import ThreadCommunicator
@@ -80,7 +80,9 @@ def test_several_grids_and_pure_batch_with_other_averagers_are_simulated() -> No
     pure = [candidate for candidate in simulated if candidate.plan.rows == 1]
     assert len({candidate.averager.name for candidate in pure}) >= 3
     _, more = searched(by_grid, SearchSpace(simulated=20))
-    assert {candidate.averager.name for candidate in more if candidate.plan.rows == 1} == {choice.name for choice in AVERAGERS}
+    assert {candidate.averager.name for candidate in more if candidate.plan.rows == 1} == {
+        choice.name for choice in searched_averagers()
+    }
 
 
 def test_the_best_plan_is_simulated_with_all_averagers_and_its_averager_with_other_plans() -> None:
@@ -90,7 +92,7 @@ def test_the_best_plan_is_simulated_with_all_averagers_and_its_averager_with_oth
     result, simulated = searched(seconds_of, SearchSpace(simulated=4))
     assert (result.best.candidate.plan.rows, result.best.candidate.averager.name) == (2, "blocking")
     of_best = [candidate for candidate in simulated if candidate.plan == result.best.candidate.plan]
-    assert {candidate.averager.name for candidate in of_best} == {choice.name for choice in AVERAGERS}
+    assert {candidate.averager.name for candidate in of_best} == {choice.name for choice in searched_averagers()}
 
 
 @pytest.mark.parametrize(("gain", "rows"), [(0.04, 1), (0.06, 4)])
@@ -100,7 +102,7 @@ def test_layers_are_split_for_more_than_predictions_may_be_wrong_by(gain: float,
     )
     assert result.best.candidate.plan.rows == rows
     if rows == 1:
-        assert len(result.best.candidate.averager.name) == min(map(len, (choice.name for choice in AVERAGERS)))
+        assert len(result.best.candidate.averager.name) == min(map(len, (choice.name for choice in searched_averagers())))
         assert "shorter" in result.choices[1].why
     assert all(choice.fits for choice in result.choices)
 
@@ -108,7 +110,7 @@ def test_layers_are_split_for_more_than_predictions_may_be_wrong_by(gain: float,
 def test_options_that_change_nothing_are_not_simulated_twice() -> None:
     layer = Sequential({"conv": Conv2d(3, 8, 3), "avgpool": AdaptiveAveragePool(1), "flatten": Flatten(), "fc": Linear(8, 3)})
     _, simulated = searched(
-        by_grid, SearchSpace(simulated=30, averagers=AVERAGERS[:2]), ranks=2, job=job_of(layer, (9, 7, 3), 99)
+        by_grid, SearchSpace(simulated=30, averagers=searched_averagers()[:2]), ranks=2, job=job_of(layer, (9, 7, 3), 99)
     )
     pure = [candidate for candidate in simulated if candidate.plan.rows == 1 and candidate.micro_batches == 1]
     assert [candidate.averager.name for candidate in pure] == ["sharded"]
@@ -204,8 +206,8 @@ def test_ranks_that_no_grid_serves_are_refused_with_the_nearest_number() -> None
 
 
 def test_nothing_is_proposed_that_changes_the_optimisation() -> None:
-    assert not {choice.name for choice in AVERAGERS} & {"lazy", "sparse"}
-    assert not {option for choice in AVERAGERS for option in choice.options} & {"wire", "wire_parameters"}
+    assert not {choice.name for choice in searched_averagers()} & {"lazy", "sparse"}
+    assert not {option for choice in searched_averagers() for option in choice.options} & {"wire", "wire_parameters"}
     named = AveragerChoice("sharded", {"wire": "bfloat16"})
     assert SearchSpace(fixed_averager=named).averager_choices == (named,)
 
