@@ -33,7 +33,7 @@ from hpctrain.core.errors import OptionError
 from hpctrain.nn.parameter import FlatGroup, ParameterSpec
 from hpctrain.optim.base import Norms
 from hpctrain.optim.optimizers import Sgd
-from hpctrain.planner.program.group_schedules import exchanged_bytes
+from hpctrain.planner.program.group_schedules import GroupSchedule
 from hpctrain_testing.virtual.communicator import ThreadCommunicator
 from hpctrain_testing.virtual.counters import Counters, CountingCommunicator
 from hpctrain_testing.virtual.run import run_virtual, virtual_engine, wait
@@ -101,8 +101,8 @@ def test_a_schedule_knows_the_bytes_that_communicators_count(
         results = run_virtual(ranks, program)
         order = None if strategy.levels is None else strategy.levels.order
         samples = shares(1, ranks)
-        expected = exchanged_bytes(results[0][1], make_group().size, samples, order, 8, strategy.rounding)
-        assert tuple(counted for counted, _ in results) == expected
+        group = GroupSchedule("all", (0,), ranks, make_group().size, tuple(samples), results[0][1], order, strategy.rounding)
+        assert tuple(counted for counted, _ in results) == group.exchanged_bytes(8)
 
 
 @pytest.mark.sample(2)

@@ -214,8 +214,6 @@ class RankFacts:
     Attributes:
         cores: cores on which the rank may run, exclusive or shared with other ranks.
         memory_bytes: memory of the node.
-        processor: model of the processor.
-        threads: number of threads of the rank.
     """
 
     cores: frozenset[int]
@@ -260,10 +258,6 @@ def calibrate(
     """Measure the machine on which the job runs. Collective over `comm`; return the same machine on every rank.
 
     Args:
-        comm: communicator of all ranks.
-        facts: facts about this rank's node.
-        measure_rates: function that measures the operators of this rank.
-        name: name of the machine.
         when: date, for the sources of the numbers.
         seconds: time limit of the whole measurement.
         measure_threads: function that measures the effect of this rank's threads, called if every rank has one thread per core

@@ -66,17 +66,7 @@ class MessagePoint:
 
 
 class _Raw(NamedTuple):
-    """Measurements of one size in one pass.
-
-    Attributes:
-        n_bytes: bytes of the message in each direction.
-        one: seconds of one operation.
-        two: seconds of two operations posted together.
-        polls: number of polls until completion.
-        gap: seconds of computation between two polls.
-        core: seconds of the core for an allgather.
-        summing_core: seconds of the core for a reduce-scatter.
-    """
+    """Measurements of one size in one pass, as in `MessagePoint`; `two` is the time of two operations posted together."""
 
     n_bytes: int
     one: float
@@ -129,8 +119,6 @@ class LinkProbe:
 
         Args:
             sizes: bytes of messages, ascending.
-            polls: whether polls are counted.
-            budget_seconds: time budget of all passes.
         """
         begin = self._progress.now()
         if self._pair is not None:
@@ -146,12 +134,7 @@ class LinkProbe:
         return bool(self._all_ranks.broadcast_object(not passes or spent * (passes + 1) / passes < budget_seconds))
 
     def _pass(self, sizes: Sequence[int], polls: bool, end: float) -> list[_Raw]:
-        """Measure each size; stop early if a size takes too long or the time is up.
-
-        Args:
-            polls: whether polls are counted.
-            end: time at which the pass stops.
-        """
+        """Measure each size; stop early if a size takes too long or the time is up."""
         numbers: list[_Raw] = []
         for n_bytes in sizes:
             of_all = self._all_ranks.allgather_object(None if self._pair is None else self._measure_size(n_bytes, polls))

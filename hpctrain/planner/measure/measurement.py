@@ -46,10 +46,6 @@ def run_calibration(
     """Measure the machine and write its file on rank 0. Collective over `world`; return the machine on every rank.
 
     Args:
-        kernels: kernel set of this rank.
-        threads: number of threads of this rank.
-        seconds: time limit of the measurement.
-        out: path of the machine file.
         deadline_seconds: maximum duration of one wait.
 
     Raises:
@@ -149,10 +145,7 @@ def measured_times(
     """Measure the operators of likely candidates while all ranks compute; rank 0 stores the times. Collective over `world`.
 
     Args:
-        threads: number of threads of a rank.
         memory_bytes: memory of a rank; candidates that need more are not measured.
-        budget_seconds: time budget; no measurement starts after it.
-        deadline_seconds: maximum time that a rank waits for the others.
 
     Raises:
         ConfigError: no grid fits batch and ranks.
@@ -209,9 +202,6 @@ class _Work:
 
 def measure(task: SearchTask, candidates: Sequence[Candidate], budget_seconds: float) -> Coverage:
     """Measure the candidates' operators that are missing in the user's cache, and store their times there.
-
-    Args:
-        budget_seconds: approximate duration of the measurement.
 
     Raises:
         ConfigError: the machine is not the one on which this process runs.

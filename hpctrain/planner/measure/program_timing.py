@@ -78,12 +78,7 @@ class FakeStatisticsMerger:
 
 
 def fake_mergers(split: int, data: int) -> dict[str, FakeStatisticsMerger]:
-    """Return a merger for each value of `BatchNormSpec.merge`.
-
-    Args:
-        split: number of ranks of the split group.
-        data: number of ranks of the data group.
-    """
+    """Return a merger for each value of `BatchNormSpec.merge`."""
     return {"all": FakeStatisticsMerger(split * data), "split": FakeStatisticsMerger(split), "data": FakeStatisticsMerger(data)}
 
 
@@ -100,22 +95,14 @@ class ProgramTimes:
 
     Attributes:
         actions: time by (action, position in the plan); an exchange that begins early counts in the phase in which it ends.
-        input: time to copy the images.
         update: time to update all parameters, including the check for non-finite values.
         others: time of loss, sums and statistics.
-        step: time of a whole step without a clock between actions; 0 if not measured.
     """
 
     actions: Mapping[tuple[Action, int], float]
     input: float
     update: float
     others: float
-    step: float
-
-    @property
-    def sum(self) -> float:
-        """Sum of the times of all parts of a step."""
-        return sum(self.actions.values()) + self.input + self.update + self.others
 
 
 class TimedProgram:
@@ -123,15 +110,10 @@ class TimedProgram:
 
     Args:
         graph: graph of one rank, made with a `FakeSplitGroup`.
-        kernels: kernel set that computes.
         specs: whole parameters of the model; parameters that the graph does not use are ignored.
         shards: this rank's parts of split parameters; all other parameters are whole.
-        mergers: mergers of batch statistics, by group.
-        dtype: dtype of activations.
-        clock: function that returns seconds.
 
     Attributes:
-        plan: execution plan.
         parameters: number of updated elements.
     """
 
@@ -189,28 +171,19 @@ class TimedProgram:
         return self._group.size
 
     @_without_warnings
-    def measure(self, steps: int, before: Callable[[], None] = lambda: None, *, wholes: bool = False) -> ProgramTimes:
+    def measure(self, steps: int, before: Callable[[], None] = lambda: None) -> ProgramTimes:
         """Return the times of an undisturbed step, from `steps` steps with a clock between actions after two warm-up steps.
 
         Args:
             before: callback before each step: a barrier if several ranks measure at the same time.
-            wholes: whether each of these steps is followed by a step without a clock between actions, for `ProgramTimes.step`.
         """
-        laps, whole_seconds = [], []
-        for number in range(-_WARM_UP, steps):
+        laps = []
+        for _ in range(_WARM_UP + steps):
             before()
-            lap = self._run(stepwise=True)
-            if wholes:
-                before()
-                begin = self._clock()
-                self._run(stepwise=False)
-                whole_seconds.append(self._clock() - begin)
-            if number >= 0:
-                laps.append(lap)
-        whole = float(np.median(whole_seconds[_WARM_UP:])) if wholes else 0.0
-        return self._times(typical(np.array(laps)).tolist(), whole)
+            laps.append(self._run())
+        return self._times(typical(np.array(laps[_WARM_UP:])).tolist())
 
-    def _times(self, laps: list[float], step: float) -> ProgramTimes:
+    def _times(self, laps: list[float]) -> ProgramTimes:
         """Assign the laps, in the order of `_run`, to the fields of `ProgramTimes`."""
         forward, backward = self.plan.forward, self.plan.backward
         loss_at = 1 + len(forward)
@@ -220,9 +193,9 @@ class TimedProgram:
             actions[phase] = actions.get(phase, 0.0) + seconds
         loss, look = laps[loss_at : loss_at + 2]
         sums, update = laps[-2:]
-        return ProgramTimes(actions, laps[0], look + update, loss + sums, step)
+        return ProgramTimes(actions, laps[0], look + update, loss + sums)
 
-    def _run(self, *, stepwise: bool) -> list[float]:
+    def _run(self) -> list[float]:
         """Run one step as in training, and return the seconds of its laps.
 
         The laps are: input, each action of forward, loss, check for finite values, each action of backward, sums, update.
@@ -232,15 +205,15 @@ class TimedProgram:
         program.set_input(self._images)
         self._mark()
         program.begin(self._context)
-        for span in _spans(len(self.plan.forward), stepwise):
-            program.run_forward(span, self._context)
+        for k in range(len(self.plan.forward)):
+            program.run_forward(range(k, k + 1), self._context)
             self._mark()
         loss, statistics = program.loss(self._labels, self._context.global_count), self._statistics.fetch_batch()
         self._mark()
         look = arithmetic.fetch_finite([data])
         self._mark()
-        for span in _spans(len(self.plan.backward), stepwise):
-            program.run_backward(span)
+        for k in range(len(self.plan.backward)):
+            program.run_backward(range(k, k + 1))
             self._mark()
         count = loss.result().count
         terms = self._statistics.weighted(count, count, statistics.result())
@@ -269,10 +242,6 @@ def typical(laps: np.ndarray) -> np.ndarray:
     return medians * (float(np.min(laps.sum(axis=1))) / total) if total else medians
 
 
-def _spans(actions: int, stepwise: bool) -> list[range]:
-    return [range(i, i + 1) for i in range(actions)] if stepwise else [range(actions)]
-
-
 def _statistic_specs(graph: Graph) -> dict[str, StatisticSpec]:
     return {
         name: StatisticSpec((int(getattr(node.spec, "channels", 0)),), _FILL.get(role, 0.0), 0.1)
@@ -289,7 +258,6 @@ def clock_of(threads: int, *, on_host: bool = True) -> Callable[[], float]:
     return time.process_time if threads == 1 and on_host else time.perf_counter
 
 
-#: instruction sets on which the choice of kernels depends
 _STEPS = 7
 _UNTIMED = (Action.BEGIN, Action.FREE)
 # Number of arrays of the parameters' size: parameters, gradients, momentum, and temporaries.
@@ -303,8 +271,6 @@ class RankProgram:
     Attributes:
         graph: graph of the rank, not yet fused.
         shards: the rank's parts of split parameters.
-        split_ranks: number of ranks in its split group.
-        data_ranks: number of ranks in its data group.
         exchanged_samples: number of samples in the products that compute weight gradients from exchanged inputs and errors; 0:
             there are no such products.
     """
@@ -323,7 +289,6 @@ class Coverage:
     Attributes:
         programs: number of timed programs.
         left: number of programs omitted for lack of time or memory.
-        seconds: duration of the measurement.
     """
 
     programs: int
@@ -391,9 +356,7 @@ def ensure_measured(
     call this function with the same arguments, and `before` and `agree` are collective over them.
 
     Args:
-        candidates: candidates whose operators are measured.
         times: measured times, extended in place.
-        budget_seconds: time budget; no program starts after it.
         memory_bytes: memory of this rank; programs that need more are omitted.
         before: callback before each step: a barrier.
         agree: function from this rank's decision to continue to the common decision of all ranks.

@@ -34,14 +34,12 @@ class GroupSchedule:
     """Operations that the averager of one parameter group posts.
 
     Attributes:
-        group: name of the parameter group.
         split_ranks: ranks of a split group whose averagers post these operations.
         ranks: number of ranks of the group.
         elements: number of elements of the group's gradients on one rank.
         samples: samples of the step, by rank of the group.
         schedule: the schedule; None for a strategy without one, which posts one allreduce of all gradients after backward.
         order: ranks of the group in the order of the schedule; None: by rank.
-        rounding: rounding of the strategy's messages, with or without a schedule.
         shards: number of shards whose sums have a fixed order; None: one sum per rank.
     """
 
@@ -58,15 +56,41 @@ class GroupSchedule:
     @property
     def exchanged(self) -> tuple[int, ...]:
         """Number of elements that each rank of the group exchanges in a step; an element with its position counts as two."""
-        return exchanged(self.schedule, self.elements, self.samples, self.order, self.shards)
+        if self.schedule is None:
+            of_one_sum = tuple(2 * (self.elements - share) for share in counts_over(self.elements, self.ranks))
+        else:
+            of_one_sum = _by_rank(self.schedule.exchanged_by_rank(self._samples_in_order), self.order)
+        return tuple(map(add, of_one_sum, self._further_sums()))
 
     def exchanged_bytes(self, item_bytes: int) -> tuple[int, ...]:
-        """Return the bytes that each rank of the group exchanges in a step.
+        """Return the bytes that each rank of the group exchanges in a step."""
+        if self.schedule is None:
+            full = tuple(item_bytes * count for count in self.exchanged)
+            if self.rounding is None:
+                return full
+            saved = self.rounding.saved_by_allreduce(self.elements, self.ranks, item_bytes)
+            return tuple(n_bytes - int(less) for n_bytes, less in zip(full, saved, strict=True))
+        of_one_sum = _by_rank(self.schedule.exchanged_bytes_by_rank(self._samples_in_order, item_bytes), self.order)
+        return tuple(n_bytes + item_bytes * count for n_bytes, count in zip(of_one_sum, self._further_sums(), strict=True))
 
-        Args:
-            item_bytes: bytes of an element.
+    @property
+    def _samples_in_order(self) -> Sequence[int]:
+        return self.samples if self.order is None else [self.samples[rank] for rank in self.order]
+
+    def _further_sums(self) -> Iterable[int]:
+        """Return, by rank, the number of elements of the sums that a rank sends in addition to its first one.
+
+        A rank whose shards have no common node in the tree of the sums sends several sums.
         """
-        return exchanged_bytes(self.schedule, self.elements, self.samples, self.order, item_bytes, self.rounding, self.shards)
+        if self.shards is None or self.ranks == 1:
+            return (0,) * self.ranks
+        slices = () if self.schedule is None else self.schedule.slices
+        summed = () if self.schedule is None else self.schedule.operations
+        parts = [slices[one.slice].counts(self.ranks) for one in summed if one.kind in _SUMS]
+        parts = parts or [counts_over(self.elements, self.ranks)]
+        others = [sum(map(sum, parts)) - owned for owned in map(sum, zip(*parts, strict=True))]
+        sums = ShardsOfRank(0, self.ranks, self.shards).sums_of_ranks
+        return ((number - 1) * count for number, count in zip(sums, others, strict=True))
 
     def owned(self, piece: Slice) -> tuple[int, ...]:
         """Return the number of elements of a slice that each rank of the group owns."""
@@ -78,9 +102,7 @@ class GroupStrategy:
     """Strategy of a parameter group on ranks that hold equal parts.
 
     Attributes:
-        group: name of the parameter group.
         split_ranks: ranks of a split group that use the strategy.
-        samples: samples of the step, by rank of the group.
     """
 
     group: str
@@ -101,65 +123,6 @@ class GroupStrategy:
         return GroupSchedule(
             self.group, self.split_ranks, planned.ranks, elements, self.samples, schedule, order, rounding, planned.shards
         )
-
-
-def exchanged(
-    schedule: CollectiveSchedule | None,
-    elements: int,
-    samples: Sequence[int],
-    order: Sequence[int] | None,
-    shards: int | None = None,
-) -> tuple[int, ...]:
-    """Return the number of elements that each rank of a group exchanges in a step; see `GroupSchedule`."""
-    if schedule is None:
-        of_one_sum = tuple(2 * (elements - share) for share in counts_over(elements, len(samples)))
-    else:
-        in_order = samples if order is None else [samples[rank] for rank in order]
-        of_one_sum = _by_rank(schedule.exchanged_by_rank(in_order), order)
-    return tuple(map(add, of_one_sum, _further_sums(schedule, elements, len(samples), shards)))
-
-
-def _further_sums(schedule: CollectiveSchedule | None, elements: int, ranks: int, shards: int | None) -> Iterable[int]:
-    """Return, by rank, the number of elements of the sums that a rank sends in addition to its first one.
-
-    A rank whose shards have no common node in the tree of the sums sends several sums.
-    """
-    if shards is None or ranks == 1:
-        return (0,) * ranks
-    slices = () if schedule is None else schedule.slices
-    summed = () if schedule is None else schedule.operations
-    parts = [slices[one.slice].counts(ranks) for one in summed if one.kind in _SUMS] or [counts_over(elements, ranks)]
-    others = [sum(map(sum, parts)) - owned for owned in map(sum, zip(*parts, strict=True))]
-    sums = ShardsOfRank(0, ranks, shards).sums_of_ranks
-    return ((number - 1) * count for number, count in zip(sums, others, strict=True))
-
-
-def exchanged_bytes(
-    schedule: CollectiveSchedule | None,
-    elements: int,
-    samples: Sequence[int],
-    order: Sequence[int] | None,
-    item_bytes: int,
-    rounding: Rounding | None = None,
-    shards: int | None = None,
-) -> tuple[int, ...]:
-    """Return the bytes that each rank of a group exchanges in a step.
-
-    Args:
-        item_bytes: bytes of an element.
-        rounding: rounding of the messages, if there is no schedule.
-        shards: number of shards whose sums have a fixed order; None: one sum per rank.
-    """
-    if schedule is None:
-        full = tuple(item_bytes * count for count in exchanged(schedule, elements, samples, order, shards))
-        if rounding is None:
-            return full
-        saved = rounding.saved_by_allreduce(elements, len(samples), item_bytes)
-        return tuple(n_bytes - int(less) for n_bytes, less in zip(full, saved, strict=True))
-    in_order = samples if order is None else [samples[rank] for rank in order]
-    of_one_sum = _by_rank(schedule.exchanged_bytes_by_rank(in_order, item_bytes), order)
-    further = _further_sums(schedule, elements, len(samples), shards)
-    return tuple(n_bytes + item_bytes * count for n_bytes, count in zip(of_one_sum, further, strict=True))
 
 
 def group_schedules(
@@ -222,8 +185,6 @@ def averaging_bytes(schedules: Sequence[GroupSchedule], split_size: int, ranks: 
 
     Args:
         split_size: number of ranks of a split group, Pr.
-        ranks: number of ranks of the grid.
-        item_bytes: bytes of an element.
     """
     total = np.zeros((ranks // split_size, split_size), np.int64)  # (c, r)
     for schedule in schedules:
@@ -317,9 +278,6 @@ def mirror_bytes(group: GroupSchedule, item_bytes: int) -> tuple[int, ...] | Non
     Each array that is sent has a mirror: for an allreduce, the slice; if owners update, the slice's gradient, the sum of the
     owned part and the slice's parameters. None if the schedule does not determine the sizes, because inputs and errors of layers
     or selected elements are sent.
-
-    Args:
-        item_bytes: bytes of an element of gradients and parameters.
     """
     if group.ranks == 1:
         return (0,)

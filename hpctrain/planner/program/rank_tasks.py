@@ -49,7 +49,6 @@ class StepFacts:
         sizes: number of elements that the rank holds, by parameter.
         exchanging: weight of the layer, by parameter of a layer that exchanges inputs and errors.
         merging: number of ranks that merge batch statistics, by name of the group.
-        message_bytes: bytes of the step's message.
         accumulated: parameters whose gradients are added to those of earlier steps.
     """
 

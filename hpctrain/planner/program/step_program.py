@@ -36,8 +36,7 @@ from hpctrain.planner.costs.collective_costs import GroupPlacement, grid_placeme
 from hpctrain.planner.costs.compute_costs import ComputeCosts
 from hpctrain.planner.costs.machine import Machine
 from hpctrain.planner.job import Candidate, Job
-from hpctrain.planner.program.group_schedules import GroupStrategy, group_strategies
-from hpctrain.planner.program.group_schedules import exchanged_bytes as group_bytes
+from hpctrain.planner.program.group_schedules import GroupSchedule, GroupStrategy, group_strategies
 from hpctrain.planner.program.rank_tasks import StepFacts, product_seconds, rank_tasks
 from hpctrain.planner.simulation.simulate import simulate
 from hpctrain.planner.simulation.tasks import (
@@ -66,9 +65,7 @@ class AlikeRanks:
 
     Attributes:
         first: position of the first rank.
-        ranks: number of ranks.
         split_rank: r of the first rank.
-        samples: samples of a rank.
         micro_batches: graph of each micro-batch or shard of a step.
         additions: number of additions per element of gradients after each graph.
         groups: key of the averaging, by parameter group.
@@ -169,7 +166,6 @@ class RankMemory:
     Attributes:
         activations: arena of a step, including gradients of activations.
         messages: buffers of the split group.
-        parameters: values of parameters.
         gradients: gradients of parameters, and their sums over micro-batches or shards.
         averaging: receive buffers of sums.
         state: state of the optimiser and averaged weights, for the elements that the rank owns.
@@ -195,24 +191,19 @@ def rank_memory(
     samples: int,
     sizes: Mapping[str, int],
     schedules: Sequence[CollectiveSchedule | None],
-    passes: Passes | None = None,
-    rank: int = 0,
+    passes: Passes,
+    rank: int,
 ) -> RankMemory:
     """Return the memory of a rank.
 
     Args:
-        job: the job.
         graphs: graph of each micro-batch or shard; those of different passes share one arena.
-        samples: samples of the rank in a step.
         sizes: number of elements of each parameter that the rank holds.
-        schedules: schedules of the rank's parameter groups.
-        passes: passes of the rank; None: one for each graph.
         rank: the rank, whose place among the shards determines how many of its sums wait.
     """
     arenas = [training_plan(local, job.kernels).arena_bytes for local in graphs]
-    together = 1 if passes is None else passes.together
     sums = int(len(graphs) > 1)
-    if passes is not None and passes.shards is not None:
+    if passes.shards is not None:
         shards = ShardsOfRank(rank, passes.shards // passes.micro_batches, passes.shards)
         sums = 1 + max(waiting_sums(shards).values(), default=-1)
     item, of_parameters = (item_bytes(dtype) for dtype in (job.dtype, parameter_dtype(job.dtype)))
@@ -225,7 +216,7 @@ def rank_memory(
     owned = sum(_owned(schedule, sizes) for schedule in sharded) if sharded else elements
     arriving = sum(_arriving(schedule, job.batch, samples) for schedule in sharded if schedule.ranks > 1)
     return RankMemory(
-        activations=max(sum(arenas[first : first + together]) for first in range(0, len(arenas), together)),
+        activations=max(sum(arenas[first : first + passes.together]) for first in range(0, len(arenas), passes.together)),
         messages=max(message_words(local) for local in graphs) * item,
         parameters=elements * of_parameters,
         gradients=elements * of_parameters * (1 + sums),
@@ -451,9 +442,9 @@ def split_bytes(program: StepProgram) -> int:
 def _averaging_bytes(group: AveragedGroup, program: StepProgram) -> int:
     ranks = sum(of_class.ranks for of_class in program.classes if of_class.name in group.members)
     order = None if group.levels is None else group.levels.order
-    sizes = group.elements, group.samples, order, group.item_bytes, group.rounding, group.shards
-    of_group = sum(group_bytes(group.schedule, *sizes))
-    return of_group * (ranks // group.placement.ranks)
+    sizes = group.placement.ranks, group.elements, group.samples
+    averaged = GroupSchedule(group.name, (), *sizes, group.schedule, order, group.rounding, group.shards)
+    return sum(averaged.exchanged_bytes(group.item_bytes)) * (ranks // group.placement.ranks)
 
 
 _USUAL = SimulationOptions()

@@ -39,9 +39,6 @@ class OperationTask:
     """Operation of a group's schedule on one class of ranks.
 
     Attributes:
-        text: name in traces.
-        stream: stream on which the operation is posted.
-        stages: stages of the collective.
         events: events before which the operation must not start, as in `Dependencies`.
         operations: positions of operations that must be complete before this one starts, as in `Dependencies`.
         gathers_before: slices whose gathers in the previous step must be complete before the start, as in `Dependencies`.
@@ -70,8 +67,6 @@ class GroupTasks:
     """All operations of a step of one group, in posting order.
 
     Attributes:
-        name: name of the group.
-        operations: the operations.
         allreduce: whether each rank receives whole sums, and updates each slice late, before its parameters are next needed.
         touching: positions of the slices that contain elements of each parameter.
         late_updates: seconds of the whole update, by slice.
@@ -96,7 +91,6 @@ def group_tasks(
     """Return a group's operations on the rank that owns the largest number of elements.
 
     Args:
-        element_seconds: seconds to update one element.
         product_seconds: seconds of products, as in `RankClass`; None: there are none.
     """
     if group.schedule is None:
@@ -224,7 +218,6 @@ class SimulatedGroup:
     Attributes:
         key: identity of the communicator.
         members: number of its processes.
-        placement: placement of its ranks.
         node_share: number of ranks that this process represents on a node, divided by the number of the node's ranks that
             communicate in groups of this kind.
         lane: name of the lane, which groups of the same ranks share; its messages move one after another.
@@ -241,14 +234,9 @@ class Posted:
     """Operation of one rank: queued, in flight, or done.
 
     Attributes:
-        text: name in traces.
-        track: name of its track in traces.
-        number: number on its track.
         position: position among all operations that the rank has posted.
         needs: number of incomplete dependencies.
         done: whether the rank has noticed its completion.
-        begun_seconds: time of the post.
-        dependents: operations that depend on it.
         complete: callback once it is done.
     """
 
@@ -274,11 +262,7 @@ class Member(Protocol):
     """Rank that takes part in a meeting."""
 
     def transfer(self, stage: CollectiveStage, group: SimulatedGroup, ended: Callable[[], None]) -> StageTransfer:
-        """Return the rank's transfer for a stage, not yet begun.
-
-        Args:
-            ended: callback at its end.
-        """
+        """Return the rank's transfer for a stage, not yet begun."""
         ...
 
     def stage_ended(self, share: MeetingShare) -> None:
@@ -290,8 +274,6 @@ class MeetingShare:
     """Participation of one rank in a meeting.
 
     Attributes:
-        member: the rank.
-        posted: operation of the rank.
         stage: current or last stage; None if there is none, or if only other ranks take part in it.
         transfer: transfer of that stage.
     """
@@ -340,7 +322,6 @@ class Meeting:
     """Collective in flight. A stage begins when all members have posted it, and ends when it has ended on all of them.
 
     Args:
-        members: number of members.
         forget: callback once all members have posted the operation.
     """
 
@@ -401,7 +382,6 @@ class Meetings:
 
         Args:
             key: communicator and position of the operation on it.
-            members: number of members.
         """
         meeting = self._open.get(key)
         if meeting is None:
@@ -416,7 +396,6 @@ class OperationQueue:
     """Stream of a group on one rank.
 
     Args:
-        name: name in traces.
         window: maximum number of operations in flight; None: no limit.
     """
 
@@ -456,7 +435,6 @@ class StepOperations:
         operations: operations in the order of the schedule.
         gathered: allgather of each slice.
         pending: sums that no update has used yet, by slice.
-        happened: events of the step so far.
     """
 
     def __init__(self) -> None:
@@ -467,14 +445,7 @@ class StepOperations:
 
 
 class GroupQueues:
-    """Queues of one parameter group on one rank, filled at the beginning of each step.
-
-    Attributes:
-        tasks: tasks of the group.
-        queues: queue of each stream.
-        current: operations of the current step.
-        previous: operations of the previous step.
-    """
+    """Queues of one parameter group on one rank, filled at the beginning of each step."""
 
     def __init__(self, tasks: GroupTasks) -> None:
         self.tasks = tasks

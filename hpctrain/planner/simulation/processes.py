@@ -85,9 +85,6 @@ class SimulatedProcess:
         slow: factor by which all work of the cores takes longer.
 
     Attributes:
-        place: ranks that this process represents.
-        world: environment.
-        recorder: recorder of events.
         queues: queues of operations, in the order of polls.
         group_of: communicator of each queue.
         awaited: operation for which the process waits; None: it does not wait.

@@ -63,7 +63,6 @@ class SharedJob:
 
     Attributes:
         end: position at which it is complete.
-        weight: weight among the jobs of the resource.
         action: callback at its end; None: nothing is called.
         active: whether it is neither complete nor stopped.
     """
@@ -195,7 +194,6 @@ class Cores:
     """All cores of a node, shared fairly by the operating system.
 
     Args:
-        count: number of cores.
         ranks: number of ranks of the node; if each rank has a core to itself, nothing is shared.
 
     Attributes:

@@ -42,13 +42,7 @@ class StepTasks:
     """Program of one process: all tasks of its steps.
 
     Args:
-        process: simulated process that runs the tasks.
-        groups: tasks of each group that the process averages, by key.
-        options: options of the simulation.
         counted: callback at the end of the counted step. One more step follows, so that no other rank waits for this one forever.
-
-    Attributes:
-        step_seconds: time of the counted step.
     """
 
     def __init__(
@@ -199,34 +193,20 @@ def simulate(program: StepProgram, machine: Machine, options: SimulationOptions 
     One process represents all ranks with equal surroundings, so the cost hardly depends on the number of ranks. All steps post
     the operations of the groups' schedules.
 
-    Args:
-        options: options; None: the defaults.
-
     Raises:
         ConfigError: the job does not have one of the slow ranks, or there are too many ranks for slow ranks or jitter.
         DeadlockError: ranks wait for each other forever.
     """
     options = options or SimulationOptions()
-    _check(program, options)
-    single = bool(options.slow) or options.jitter > 0
-    simulation = _Simulation(program, machine, options, places(program, machine.ranks_per_node, single=single))
-    return simulation.run()
-
-
-def _check(program: StepProgram, options: SimulationOptions) -> None:
     size = program.placements.all_ranks.ranks
-    for rank, factor in options.slow.items():
+    for rank in options.slow:
         if not 0 <= rank < size:
             raise ConfigError(
                 f"Slow rank {rank} does not exist: the job has ranks 0 to {size - 1}; the nearest one is "
                 f"{min(max(rank, 0), size - 1)}."
             )
-        if factor <= 0:
-            raise ConfigError(f"The factor of slow rank {rank} is {factor}, but must be above 0; 1 changes nothing.")
-    if options.steps < 1:
-        raise ConfigError(f"The number of simulated steps is {options.steps}, but must be at least 1.")
-    if options.jitter < 0:
-        raise ConfigError(f"The jitter is {options.jitter}, but must not be negative; the nearest legal value is 0.")
+    single = bool(options.slow) or options.jitter > 0
+    return _Simulation(program, machine, options, places(program, machine.ranks_per_node, single=single)).run()
 
 
 class _Simulation:

@@ -23,9 +23,6 @@ class Compute:
     """Uninterrupted work of the program, with its name and category in traces.
 
     Attributes:
-        row: name in traces.
-        category: category in traces.
-        seconds: duration.
         polls: whether a poll follows.
     """
 
@@ -57,8 +54,6 @@ class Exchange:
 
     Attributes:
         purpose: name in traces.
-        sent_bytes: bytes that this rank sends.
-        received_bytes: bytes that this rank receives.
         peers: number of ranks with which this rank exchanges.
     """
 
@@ -120,11 +115,7 @@ class RankClass:
     """Ranks with equal steps.
 
     Attributes:
-        name: name of the class.
-        ranks: number of ranks.
         split_rank: r of the first rank.
-        samples: samples of a rank.
-        tasks: tasks of one step.
         update_seconds: seconds to update one owned element, by group.
         product_seconds: seconds per owned element to compute a weight gradient from exchanged inputs and errors, by weight.
         memory_bytes: maximum memory of a rank of the class.
@@ -145,15 +136,10 @@ class AveragedGroup:
     """Parameter group that classes of ranks average together.
 
     Attributes:
-        name: name of the parameter group.
         elements: number of elements of its gradients on one rank.
-        item_bytes: bytes of an element.
         schedule: the schedule; None for blocking averaging, which waits for one allreduce of `elements` elements after backward.
-        placement: placement of the group's ranks.
         members: names of the classes with ranks in one such group.
         samples: samples of the step, by rank of the group.
-        levels: levels of the sums; None: one level.
-        rounding: rounding of the messages; None: no rounding.
         shards: number of shards whose sums have a fixed order; None: one sum per rank.
         cycle: schedule of each kind of step, with the number of such steps in a cycle; empty: all steps have `schedule`.
     """
@@ -176,9 +162,7 @@ class StepProgram:
     """One step of a job on all ranks.
 
     Attributes:
-        classes: classes of ranks.
         groups: parameter groups by key; groups of different split ranks have different keys ("model-row1").
-        placements: placements of the groups that communicate.
     """
 
     classes: tuple[RankClass, ...]
@@ -195,7 +179,6 @@ class SimulationOptions:
         steps: number of simulated steps; only the last one counts, when all pipelines are full.
         slow: factor by which the computation of a rank takes longer, by world rank. It splits classes of ranks.
         jitter: relative deviation of operator times. It splits classes of ranks.
-        seed: seed of the deviations.
     """
 
     progress: ProgressMode = ProgressMode.TEST
@@ -229,7 +212,6 @@ class Prediction:
     """Prediction of a candidate on a machine.
 
     Attributes:
-        step: simulated step.
         memory_bytes: maximum memory of a rank.
         exchanged_bytes: mean bytes per step that all ranks exchange.
         measured_share: share of the compute seconds that comes from measured times; the rest comes from rates.

@@ -131,12 +131,9 @@ class StageTransfer:
     """Stage of an operation on one rank.
 
     Args:
-        lane: lane of the messages.
         weight: weight of the messages on the resource of the lane: number of ranks that send through a card at the same time.
-        ended: callback at the end of the stage.
 
     Attributes:
-        begun_seconds: time at which the stage began.
         restricted: whether the transfer needs polls to continue.
         yields: whether other messages of the lane overtake the message, which then moves only for `committed_seconds` more.
         committed_seconds: seconds that the message still moves when another message overtakes it.

@@ -27,8 +27,6 @@ class SimulatedPlace:
     """Ranks of a class that one process represents.
 
     Attributes:
-        rank_class: class of the ranks.
-        ranks: number of ranks.
         first_rank: lowest world rank.
         node: number of the node, or of the kind of nodes if nodes are simulated by kind.
         node_ranks: number of these ranks per node of this kind, mean over the nodes.
@@ -156,8 +154,6 @@ class SimulatedWorld:
     """Shared environment of the processes of a simulation.
 
     Attributes:
-        program: simulated program.
-        machine: the machine.
         loop: simulated time.
         meetings: collectives that some ranks have joined.
     """

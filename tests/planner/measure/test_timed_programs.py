@@ -64,14 +64,14 @@ def _timed(use: Parallelism | None) -> TimedProgram:
 def test_all_laps_of_a_step_are_in_its_sum(use: Parallelism | None) -> None:
     timed = _timed(use)
     plan = timed.plan
-    times = timed.measure(1, wholes=True)
+    times = timed.measure(1)
     actions = [*plan.forward, *plan.backward]
-    assert times.sum == len(actions) + 5  # input, loss, look, sums, update: each lap is one tick of the clock
+    others = times.input + times.update + times.others
+    assert others == 5  # input, loss, look, sums, update: each lap is one tick of the clock
     early = [(action, k) for action, k in actions if action is Action.BEGIN]
     assert bool(early) == (use in (Parallelism.DOMAIN, Parallelism.MODEL))
     assert times.actions.keys() == {phase for phase in actions if phase[0] is not Action.BEGIN}
     assert sum(times.actions.values()) == len(actions)
-    assert times.step > 0.0
 
 
 def test_steps_leave_everything_finite_and_the_weights_as_they_are() -> None:
@@ -107,15 +107,15 @@ def test_parameters_are_as_the_dtype_of_activations_has_them() -> None:
         mergers=fake_mergers(1, 1),
         dtype="float64",
     )
-    assert timed.measure(1).sum > 0.0
+    timed.measure(1)
     assert timed._group.data.dtype == np.float64
 
 
 @pytest.mark.slow
 def test_ranks_wait_for_each_other_before_every_step() -> None:
     calls = []
-    _timed(None).measure(3, lambda: calls.append(1), wholes=True)
-    assert len(calls) == 10
+    _timed(None).measure(3, lambda: calls.append(1))
+    assert len(calls) == 5
 
 
 def test_one_thread_is_timed_by_its_work() -> None:
