@@ -24,17 +24,12 @@ class PlannedJob:
     """Training whose grid, plan and averager may still be open.
 
     Attributes:
-        model: name of the model.
         graph_of: function from a number of samples to the lowered model, with batch norms as in training.
         specs: all parameters, by full name.
-        kernels: kernel set that computes.
-        dtype: dtype of activations and parameters.
         image_shape: (H, W, C).
         batch: samples of a step over all ranks.
-        norms_needed: norms that the optimiser needs, for LARS and clipping.
         strategy: function from (name, options, group) to the averaging strategy; raises ConfigError if the strategy cannot use
             the options or the group.
-        momentum: momentum of the optimiser; 0 without momentum.
         state_arrays: number of elements of optimiser state and of averaged weights, per parameter element.
         shards: number of shards of a step whose sums have a fixed order (docs/exact.md); None: the ranks divide the samples.
         update_factor: time of the optimiser's update, without norms, relative to that of SGD with momentum and weight decay.

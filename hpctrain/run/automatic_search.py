@@ -42,7 +42,6 @@ from hpctrain.planner.costs.machine import Machine
 from hpctrain.planner.job import Candidate, Job
 from hpctrain.planner.measure.measurement import measured, measured_times
 from hpctrain.planner.planned_run import Image, PlannedRun, of_network, prepare
-from hpctrain.planner.program.step_program import predict
 from hpctrain.planner.search.configured_search import with_candidate
 from hpctrain.planner.search.search import SearchChoice, search
 from hpctrain.planner.search.search_space import SearchSpace, configured_space, kept_sections, open_grid
@@ -118,7 +117,7 @@ def best(
     Raises:
         ConfigError: no plan fits the job.
     """
-    first, *others = search(job, machine, costs, ranks, space, predicted_by=predict).choices
+    first, *others = search(job, machine, costs, ranks, space).choices
     return BestCandidate(
         first.candidate, predicted_step_of(first.prediction, machine), "" if not others else _words(others[0]), kept
     )

@@ -41,7 +41,6 @@ class GroupPlacement:
     """Placement of a group's ranks on nodes.
 
     Attributes:
-        ranks: number of ranks of the group.
         nodes: number of nodes with ranks of the group.
         per_node: maximum number of ranks of the group on one node.
         alike: number of groups of this kind with ranks on the same node, including this group; these groups use the node's links
@@ -59,7 +58,6 @@ class GridPlacements:
     """Placements on a grid of Pr x Pc ranks.
 
     Attributes:
-        all_ranks: placement of the whole grid.
         split: placement of the Pr ranks that share samples.
         data: placement of the Pc ranks with the same weights.
     """
@@ -227,7 +225,6 @@ def across_nodes(placement: GroupPlacement, nodes: int, per_node: int) -> GroupP
     """Return the placement of the ranks with the same local number on all nodes, while all local numbers communicate at once.
 
     Args:
-        nodes: number of nodes.
         per_node: number of ranks of the group on each node.
     """
     return GroupPlacement(nodes, nodes, 1, placement.alike * per_node)
@@ -420,10 +417,7 @@ class MessageCosts:
     """Costs of the operations of one parameter group.
 
     Attributes:
-        machine: machine on which the group communicates.
-        placement: placement of the group's ranks.
         levels: levels of the group's streams; None: one level.
-        item_bytes: bytes of an element.
         rounding: rounding of the messages; None: no rounding.
         shards: number of shards whose sums have a fixed order, so that owners add them up; None: MPI adds one sum per rank.
     """
@@ -440,7 +434,6 @@ class MessageCosts:
 
         Args:
             n_bytes: bytes of the whole buffer in the dtype of computation, as the function `stages` counts them.
-            compression: compression of the slice, if any.
         """
         if compression is not None:
             return self._compressed(kind, n_bytes, compression)

@@ -24,8 +24,6 @@ class ComputeCosts(Protocol):
         `move_traffic` divides it into these parts.
 
         Args:
-            step: planned operator.
-            action: phase.
             memory: `plan.memory[k]` of the operator: requested gradients, gradients that are added to, and arrays that share
                 memory. None: the gradients of all inputs are written.
         """
@@ -62,7 +60,6 @@ class RateCosts:
     """`ComputeCosts` from operations, bytes and the rates of the machine's operator classes.
 
     Args:
-        machine: machine, with the rates of one rank while all ranks of a node compute.
         dtype: dtype of activations or of parameters.
     """
 
@@ -70,16 +67,13 @@ class RateCosts:
         self._machine, self._item_bytes = machine, item_bytes(parameter_dtype(dtype))
 
     def seconds(self, step: PlannedStep, action: Action, memory: StepMemory | None = None) -> float:
-        """Return the seconds of the operator's work at the rate of its class and precision; 0 if the action does no work."""
         work = work_of(step, action, memory)
         return 0.0 if work.is_nothing else self._call_seconds(work)
 
     def product_seconds(self, product: FactorProduct) -> float:
-        """Return the seconds of the product, computed from its operations and bytes."""
         return self._call_seconds(OperatorWork(OperatorClass.PRODUCT, product.flops, product.bytes(self._item_bytes)))
 
     def update_seconds(self, elements: int) -> float:
-        """Return the seconds of an update of `elements` elements with momentum, including the check for non-finite values."""
         rate = self._machine.rates[OperatorClass.MEMORY]
         return _UPDATE_ACCESSES * elements * self._item_bytes / rate.bytes_per_second
 
@@ -89,7 +83,6 @@ class RateCosts:
         return _CALLS_OF_A_STEP * rate.call_seconds + 2 * input_bytes / rate.bytes_per_second
 
     def measured_share(self) -> float:
-        """Return 0: rates are not measured times."""
         return 0.0
 
     def _call_seconds(self, work: OperatorWork) -> float:
@@ -121,7 +114,6 @@ class MeasuredCosts:
 
     Args:
         times: times measured while as many ranks of a node compute as in the job.
-        rates: costs of work without a measured time.
         speed: compute speed relative to the speed at the measurement; `rates` already include it.
     """
 
@@ -130,14 +122,12 @@ class MeasuredCosts:
         self._measured_seconds = self._all_seconds = 0.0
 
     def seconds(self, step: PlannedStep, action: Action, memory: StepMemory | None = None) -> float:
-        """Return the measured or interpolated seconds; without either, the seconds from rates. 0 if the action does no work."""
         by_rate = self._rates.seconds(step, action, memory)
         if action in (Action.BEGIN, Action.FREE):
             return 0.0
         return self._either(self._times.seconds(operator_key(step, action, memory)), by_rate)
 
     def product_seconds(self, product: FactorProduct) -> float:
-        """Return the measured or interpolated seconds; without either, the seconds from rates."""
         return self._either(self._times.seconds(product_key(product)), self._rates.product_seconds(product))
 
     def update_seconds(self, elements: int) -> float:
@@ -158,7 +148,6 @@ class MeasuredCosts:
         return self._either(measured, self._rates.step_seconds(input_bytes, operators))
 
     def measured_share(self) -> float:
-        """Return the share of measured times in the seconds that were requested so far; 0 before any request."""
         return self._measured_seconds / self._all_seconds if self._all_seconds else 0.0
 
     def _scaled(self, key: OperatorKey) -> float | None:

@@ -1,4 +1,7 @@
-"""The machine of a plan as data: nodes, cores, memory, links and rates. Its functions are pure."""
+"""The machine of a plan as data: nodes, cores, memory, links and rates. Its functions are pure.
+
+The fields in `machine_file.py` describe the numbers.
+"""
 
 from __future__ import annotations
 
@@ -43,14 +46,6 @@ class OperatorRate:
 
     A call takes call_seconds + max(flops / flops_per_second, bytes / bytes_per_second). Bytes of weights that have their own rate
     are not part of `bytes`, and their time is added.
-
-    Attributes:
-        weight_bytes_per_second: bytes of weights, or of their gradients, that are read, written or copied per second; None: they
-            count as other bytes.
-        transposed_bytes_per_second: bytes read and written per second by transposing copies of weights, for the gradients of
-            inputs; None: they count as other bytes.
-        winograd_flops_per_second: operations per second of convolutions by Winograd; None: such convolutions take as long as
-            direct ones.
     """
 
     flops_per_second: float
@@ -59,10 +54,6 @@ class OperatorRate:
     weight_bytes_per_second: float | None = None
     transposed_bytes_per_second: float | None = None
     winograd_flops_per_second: float | None = None
-
-    def scaled(self, factor: float) -> OperatorRate:
-        """Return the rate of a rank that computes `factor` times as fast."""
-        return slowest_rate([self], factor)
 
 
 def slowest_rate(rates: Sequence[OperatorRate], factor: float = 1.0) -> OperatorRate:
@@ -92,10 +83,7 @@ def seconds_with_threads(one_thread: float, full_threads: float, full: int, thre
     are inversely proportional to the number of threads, so that they remain positive.
 
     Args:
-        one_thread: seconds with one thread.
-        full_threads: seconds with `full` threads.
         full: number of threads of the second point, at least 2.
-        threads: number of threads to predict.
     """
     if threads in (1, full):
         return one_thread if threads == 1 else full_threads
@@ -110,10 +98,6 @@ class LinkSegment:
     """Cost of messages of at least `from_bytes` bytes, up to the beginning of the next segment.
 
     A message of n bytes takes alpha_seconds + n beta_seconds_per_byte.
-
-    Attributes:
-        unattended_bytes: bytes of a message that move between two polls; None: all bytes.
-        polls: number of polls before the first byte moves, as in a handshake.
     """
 
     from_bytes: int
@@ -125,16 +109,7 @@ class LinkSegment:
 
 @dataclass(frozen=True)
 class Link:
-    """Cost of a rank's messages on one level of the network.
-
-    Attributes:
-        segments: cost per range of message sizes, the first from 0 bytes on (eager and rendezvous protocols differ).
-        operation_seconds: time of a core to post one operation and complete it.
-        byte_seconds: time of a core per byte that a rank sends or receives; 0 if a card moves them.
-        sum_seconds: additional time of a core per byte that a reduction adds up.
-        burst_bytes: bytes that pass at once after a pause, before the rate of the link limits messages; a pause restores them at
-            that rate.
-    """
+    """Cost of a rank's messages on one level of the network."""
 
     segments: tuple[LinkSegment, ...]
     operation_seconds: float = 0.0
@@ -165,20 +140,6 @@ class Machine:
     """Machine: nodes with equal numbers of ranks, links and rates.
 
     Attributes:
-        name: name for display.
-        nodes: number of nodes.
-        ranks_per_node: number of ranks of a job on each node.
-        cores_per_rank: number of cores of a rank; below 1 if ranks share a core.
-        memory_bytes: memory of a rank.
-        within: link between ranks of a node.
-        between: link of a rank to other nodes, if no other rank uses the card of its node.
-        ranks_per_card: number of ranks of a node that share one network card and its rate.
-        rates: rates of one rank, by class of operators.
-        single_thread_rates: rates of one rank with one thread while all ranks of a node compute, by class; empty if unknown.
-        node_bytes_per_second: bytes that all cores of a node together read and write per second; infinite if unknown.
-        concurrency: slowdown of operators while all ranks of the node compute, compared with one rank alone, by class; `rates`
-            include it.
-        description: description for display.
         sources: source of each number by dotted key ("between.segments"): "measured" with date and processor, or the origin of
             the number.
         origin: machine of the file, from which this one with other ranks per node was derived, with the same sources and
@@ -225,8 +186,8 @@ class Machine:
             self,
             within=within,
             between=between,
-            rates={kind: rate.scaled(compute) for kind, rate in self.rates.items()},
-            single_thread_rates={kind: rate.scaled(compute) for kind, rate in self.single_thread_rates.items()},
+            rates={kind: slowest_rate([rate], compute) for kind, rate in self.rates.items()},
+            single_thread_rates={kind: slowest_rate([rate], compute) for kind, rate in self.single_thread_rates.items()},
             node_bytes_per_second=self.node_bytes_per_second * compute,
             origin=None if self.origin is None else self.origin.scaled(bandwidth=bandwidth, latency=latency, compute=compute),
         )
@@ -239,7 +200,6 @@ class Machine:
         most as much as the ranks of the file's machine if that is more.
 
         Args:
-            ranks_per_node: number of ranks on each node.
             threads: number of threads of a rank; None: one per core.
 
         Raises:
@@ -354,7 +314,6 @@ class Machine:
             seconds: seconds per byte if the traffic of the node had no limit.
             present_seconds: seconds per byte with this machine's ranks per node; the node sustains at least their traffic.
             accesses: bytes that are read and written per byte.
-            ranks_per_node: number of ranks on each node.
         """
         at_present_traffic = present_seconds * ranks_per_node / self.ranks_per_node
         return max(seconds, min(at_present_traffic, accesses * ranks_per_node / self.node_bytes_per_second))
@@ -363,8 +322,6 @@ class Machine:
         """Return the link of each of `ranks_per_node` ranks that share the memory of a node.
 
         Args:
-            link: link of a rank of this machine.
-            ranks_per_node: number of ranks on each node.
             local: whether the link is within a node, so that its messages pass through the memory.
         """
 

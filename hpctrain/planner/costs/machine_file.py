@@ -205,10 +205,6 @@ def read(path: str | Path) -> Machine:
 def parse(text: str, label: str = "machine") -> Machine:
     """Parse the text of a machine file.
 
-    Args:
-        text: content of the file.
-        label: path of the file, for messages.
-
     Raises:
         ConfigError: the text is invalid; one sentence per fault.
     """

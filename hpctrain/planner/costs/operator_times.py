@@ -128,7 +128,6 @@ class Setting:
     Attributes:
         processor: model and instruction sets.
         kernels: name of the kernel set, with versions.
-        threads: number of threads of a rank.
         concurrency: number of ranks that compute at the same time on the node, including this one.
     """
 
@@ -141,6 +140,7 @@ class Setting:
         return f"{self.processor} | {self.kernels} | {self.threads} threads | {self.concurrency} ranks"
 
 
+#: instruction sets on which the choice of kernels depends
 _INSTRUCTION_SETS = ("avx2", "fma", "avx512f", "avx512_bf16", "avx512_fp16", "avx_vnni", "amx_tile", "amx_bf16")
 
 
@@ -153,10 +153,10 @@ def setting_here(kernels: KernelSet, threads: int, concurrency: int) -> Setting:
     return Setting(processor, versions, threads, concurrency)
 
 
-def processor_model(cpuinfo: str = "/proc/cpuinfo") -> str:
+def processor_model() -> str:
     """Return the name of the processor, as in the sources of machine files."""
     try:
-        with open(cpuinfo, encoding="ascii", errors="replace") as file:
+        with open("/proc/cpuinfo", encoding="ascii", errors="replace") as file:
             models = (line.partition(":")[2].strip() for line in file if line.startswith("model name"))
             return next(models, platform.machine())
     except OSError:
@@ -173,7 +173,6 @@ class OperatorTimes:
     """Times of operators' phases in one setting, in seconds.
 
     Args:
-        setting: setting in which the times are valid.
         path: file that stores the times; None: in memory only.
     """
 

@@ -167,7 +167,6 @@ class OperatorWork:
     """Work of one call.
 
     Attributes:
-        kind: class of the operator.
         flops: number of floating-point operations; a multiply-add counts as two.
         bytes: bytes read and written, with those of the following attributes.
         weight_bytes: bytes of weights, or of their gradients, that a convolution or linear layer reads or writes. If the kernel

@@ -20,12 +20,7 @@ from hpctrain.planner.job import AveragerChoice
 
 @dataclass(frozen=True)
 class LinearSize:
-    """Size of the part of a linear layer's weight that a rank holds and averages.
-
-    Attributes:
-        inputs: number of input features, K.
-        outputs: number of output features, M.
-    """
+    """Size of the part of a linear layer's weight that a rank holds and averages."""
 
     inputs: int
     outputs: int
@@ -36,7 +31,6 @@ class AveragedParts:
     """Parameters of a part of a network that one rank averages.
 
     Attributes:
-        elements: number of elements.
         messages: number of parameters with several elements.
         linear: sizes of the weights of linear layers, which also count in `elements`.
     """
@@ -72,7 +66,6 @@ class AveragingCosts:
         element_seconds: seconds to update one element.
         total_bytes: bytes of all gradients.
         batch: samples of a step over all ranks.
-        item_bytes: bytes of an element.
         exchange: whether micro-batches and options allow linear layers to exchange inputs and errors.
     """
 
@@ -100,7 +93,6 @@ class AveragingCosts:
         """Return the time to average the gradients of parameters and update them.
 
         Args:
-            parts: parameters that one rank averages.
             split: whether the parameters are averaged over a data group; otherwise over all ranks.
         """
         group, item = self._groups[split], self._item_bytes
@@ -128,7 +120,6 @@ class _GroupCosts:
     """Costs of the operations of a parameter group.
 
     Attributes:
-        ranks: number of ranks.
         links: number of ranks that exchange on the highest level: all ranks with one level, one rank per node with two levels.
         sent_share: bytes on the wire per byte of a gradient in memory; below 1 if messages are rounded.
     """

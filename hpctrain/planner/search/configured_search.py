@@ -45,7 +45,6 @@ def configured_costs(machine: Machine, task: PlannedRun, compute: float = 1.0) -
 
     Args:
         machine: the machine, not scaled.
-        task: the job.
         compute: speed of computation relative to the machine's.
     """
     rates = RateCosts(machine.scaled(compute=compute), task.job.dtype)
@@ -77,16 +76,12 @@ def configured_threads(config: Config) -> int | None:
 
 @dataclass(frozen=True)
 class SearchTask:
-    """Inputs of a search for a configuration.
+    """Inputs of a search for a configuration; `image` and `classes` as in `prepare`.
 
     Attributes:
-        config: configuration.
-        ranks: number of ranks.
         machine: the machine, not scaled.
         factors: keyword arguments of `Machine.scaled`.
         keep: sections of the configuration that are not searched.
-        image: (H, W, C) of the images; None as in `prepare`.
-        classes: number of classes; None as in `prepare`.
     """
 
     config: Config
@@ -103,9 +98,7 @@ class PlannedSearch:
     """Search and its result.
 
     Attributes:
-        task: inputs of the search.
         planned: the job on an arbitrary possible grid.
-        result: simulated candidates.
         layouts: numbers of ranks per node that were compared, that of the machine's file first, or the only one that was
             requested; empty if several were to be compared but could not be.
         note: sentence about the choice of ranks per node, or the reason why they were not compared; empty if one was requested.
@@ -128,7 +121,6 @@ class NodeLayout:
     """Number of ranks per node with the search on it.
 
     Attributes:
-        task: search on the machine with this number of ranks per node.
         outcome: result of the search; None if it failed or was skipped.
         refusal: reason why there is no result; empty if there is one.
     """
@@ -175,7 +167,7 @@ def run_search(task: SearchTask) -> PlannedSearch:
     costs = configured_costs(task.machine, planned, task.factors.get("compute", 1.0))
     machine = task.machine.scaled(**task.factors)
     space = configured_space(task.config, task.ranks, task.keep, planned.job.kernels)
-    result = search(planned.job, machine, costs, task.ranks, space, predicted_by=predict)
+    result = search(planned.job, machine, costs, task.ranks, space)
     return PlannedSearch(task, planned, result)
 
 
@@ -270,7 +262,6 @@ def _best_layout(present: NodeLayout, searched: Sequence[NodeLayout]) -> tuple[P
 
     Args:
         present: layout with the machine's number of ranks per node.
-        searched: layouts with a result.
     """
     outcomes = [layout.outcome for layout in searched if layout.outcome is not None]
     fastest, best = min(zip(searched, outcomes, strict=True), key=lambda pair: pair[1].seconds)
@@ -304,8 +295,6 @@ def resolved(config: Config, ranks: int | None, machine: str | None, image: Imag
     Args:
         ranks: number of ranks; None: the size of the configured grid.
         machine: file or name of a machine; None: the configured one.
-        image: (H, W, C) of the images, see `prepare`.
-        classes: number of classes, see `prepare`.
 
     Raises:
         ConfigError: a section is auto, but the number of ranks or the machine is unknown, or no plan fits.
@@ -337,10 +326,7 @@ class SimulatedPoint:
 
     Attributes:
         averager: label of the averager.
-        ranks: number of ranks.
         batch: samples of a step over all ranks.
-        grid: (Pr, Pc).
-        prediction: result of the simulation.
     """
 
     averager: str
@@ -388,17 +374,13 @@ class SimulatedPoint:
 
 @dataclass(frozen=True)
 class SimulatedStudy:
-    """Jobs of a scaling study.
+    """Jobs of a scaling study; `image` and `classes` as in `prepare`.
 
     Attributes:
         configs: configuration of each averager, by label.
-        ranks: numbers of ranks.
         mode: "weak" or "strong"; if weak, the configured batch is the batch of each rank, as in `bench scaling`.
         machine: the machine with the configured threads, not scaled.
         factors: keyword arguments of `Machine.scaled`.
-        options: options of the simulation.
-        image: (H, W, C) of the images; None as in `prepare`.
-        classes: number of classes; None as in `prepare`.
     """
 
     configs: Mapping[str, Config]
@@ -437,12 +419,8 @@ class SimulatedStudy:
         return SearchTask(config, ranks, self.machine, self.factors, keep, self.image, self.classes)
 
 
-def run(study: SimulatedStudy, say: Callable[[str], None] = lambda line: None) -> list[SimulatedPoint]:
+def run(study: SimulatedStudy) -> list[SimulatedPoint]:
     """Simulate all points, averager by averager.
-
-    Args:
-        study: the jobs.
-        say: callback with a line of progress before each point.
 
     Raises:
         HpctrainError: the job cannot run on one of the numbers of ranks; raised before the first simulation.
@@ -450,7 +428,6 @@ def run(study: SimulatedStudy, say: Callable[[str], None] = lambda line: None) -
     machine = study.machine.scaled(**study.factors)
     points = []
     for label, task in list(study.tasks()):
-        say(f"{label}, {task.plan.rows * task.plan.cols} ranks")
         costs = configured_costs(study.machine, task, study.factors.get("compute", 1.0))
         prediction = predict(task.job, task.candidate, machine, costs, study.options)
         plan = task.plan
@@ -463,11 +440,6 @@ def ranks_advice(task: PlannedRun, machine: Machine, image: Image | None = None,
 
     The grids keep the configured number of rows. A number of ranks that cannot run the job or has too little memory is left out;
     if none remains, "" is returned.
-
-    Args:
-        machine: machine model of all ranks.
-        image: (H, W, C) of the images, see `prepare`.
-        classes: number of classes, see `prepare`.
     """
     here = task.plan.rows * task.plan.cols
     machine = machine.with_threads(configured_threads(task.config))
@@ -556,12 +528,7 @@ def plot(path: Path, points: Sequence[SimulatedPoint], title: str) -> Path | Non
 
 
 def new_figure(width: float, height: float) -> Any:
-    """Return an empty matplotlib figure, which needs no display; None without matplotlib.
-
-    Args:
-        width: width in inches.
-        height: height in inches.
-    """
+    """Return an empty matplotlib figure of this size in inches, which needs no display; None without matplotlib."""
     try:
         from matplotlib import rcParams
         from matplotlib.figure import Figure

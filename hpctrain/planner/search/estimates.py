@@ -12,6 +12,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
+from hpctrain.backend.specs import item_bytes, parameter_dtype
 from hpctrain.core.errors import BackendError
 from hpctrain.nn.compile.compiler import compile_graph
 from hpctrain.parallel.layout import Layout
@@ -20,14 +21,7 @@ from hpctrain.planner.costs.compute_costs import ComputeCosts
 from hpctrain.planner.costs.machine import Machine
 from hpctrain.planner.job import AveragerChoice, Candidate, Job
 from hpctrain.planner.search.averaging_costs import AveragingCosts
-from hpctrain.planner.search.layer_costs import (
-    SegmentCost,
-    SegmentCosts,
-    layout_key,
-    parameter_item_bytes,
-    parameter_memory_bytes,
-    segments,
-)
+from hpctrain.planner.search.layer_costs import SegmentCost, SegmentCosts, layout_key, segments
 from hpctrain.planner.search.search_space import SearchSpace
 from hpctrain.planner.search.shortest_path import Costs, Edge, ShortestPath, lower_bound, shortest_paths
 
@@ -55,7 +49,6 @@ def _add(
     Args:
         rules: rules so far, extended in place.
         uses: use of each layer, by dotted name.
-        names: names of layers.
         prefix: leading parts of the names.
         inherited: use that the rules so far assign to these layers.
     """
@@ -110,7 +103,6 @@ class GridEstimates:
 
     Args:
         shape: (Pr, Pc).
-        micro_batches: number of micro-batches.
         memory_factor: bytes of a step's arena per byte of activations kept for backward.
     """
 
@@ -131,7 +123,7 @@ class GridEstimates:
         self._prices = SegmentCosts(job, machine, costs, self._grid, self._parts)
         self._segments = segments(self._prices.graph)
         self._edges = self._priced_edges()
-        self._item_bytes = parameter_item_bytes(job)
+        self._item_bytes = item_bytes(parameter_dtype(job.dtype))
         self._total_bytes = self._item_bytes * sum(math.prod(spec.shape) for spec in job.trained_specs.values())
 
     def _priced_edges(self) -> dict[tuple[int, Hashable], list[tuple[SegmentUse, SegmentCost]]]:
@@ -162,7 +154,6 @@ class GridEstimates:
         """Return the uses with the lowest bounds for one averager, best first, without uses that exceed the memory of a rank.
 
         Args:
-            choice: averager.
             incumbent_seconds: step time of a known candidate; uses with a bound far above it are omitted.
         """
         limit = self._machine.memory_bytes
@@ -247,7 +238,8 @@ class GridEstimates:
         memory = self._memory_factor * cost.memory_bytes
         for parts, ranks in ((cost.whole, self._grid.rows * self._grid.cols), (cost.split, self._grid.cols)):
             owners = ranks if choice.costs.owners_update else 1
-            memory += parameter_memory_bytes(parts, self._item_bytes, owners, self._job.state_arrays)
+            # parameters, their gradients, and the optimiser's state of the part that a rank updates
+            memory += parts.elements * self._item_bytes * (2 + self._job.state_arrays / owners)
         return cost.seconds + seconds.program, seconds.wire, memory
 
     def _base_seconds(self) -> float:

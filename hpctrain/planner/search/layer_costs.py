@@ -13,7 +13,6 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from hpctrain.backend import specs as dtypes
 from hpctrain.backend.graph import Graph, GraphBuilder, Node
 from hpctrain.backend.specs import BatchNormSpec, Conv2dSpec, LinearSpec, TensorSpec
 from hpctrain.core.intervals import shape_of
@@ -35,14 +34,7 @@ from hpctrain.planner.search.averaging_costs import AveragedParts, LinearSize
 
 @dataclass(frozen=True)
 class NetworkSegment:
-    """Consecutive nodes of a graph with a single input tensor and a single output tensor.
-
-    Attributes:
-        start: position of the first node.
-        stop: position after the last node.
-        source: input tensor.
-        output: output tensor.
-    """
+    """Consecutive nodes of a graph with a single input tensor and a single output tensor."""
 
     start: int
     stop: int
@@ -94,7 +86,6 @@ class SegmentCost:
         memory_bytes: bytes of activations that backward needs.
         whole: parameters that all ranks hold.
         split: this rank's parts of split parameters.
-        output: layout of the output.
     """
 
     seconds: float
@@ -109,7 +100,6 @@ class SegmentCosts:
 
     Args:
         plan: grid and tiles; the uses of layers are arguments of `cost`.
-        micro_batches: number of passes into which a rank splits a step.
     """
 
     def __init__(self, job: Job, machine: Machine, costs: ComputeCosts, plan: ParallelPlan, micro_batches: int = 1) -> None:
@@ -293,16 +283,6 @@ def layout_key(of_tensor: Layout) -> Hashable:
     Kind, first box and last box distinguish the layouts of the sharding rules.
     """
     return of_tensor.kind, of_tensor.boxes[0], of_tensor.boxes[-1]
-
-
-def parameter_memory_bytes(parts: AveragedParts, item_bytes: int, owners: int, state_arrays: int) -> float:
-    """Return the bytes of parameters, their gradients, and the optimiser's state of the part that a rank updates."""
-    return parts.elements * item_bytes * (2 + state_arrays / owners)
-
-
-def parameter_item_bytes(job: Job) -> int:
-    """Return the bytes of an element of a parameter."""
-    return dtypes.item_bytes(dtypes.parameter_dtype(job.dtype))
 
 
 def _signature(nodes: Sequence[Node], segment: NetworkSegment, graph: Graph) -> Hashable:

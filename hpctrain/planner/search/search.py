@@ -83,7 +83,6 @@ class SearchChoice:
     """Simulated candidate.
 
     Attributes:
-        candidate: the candidate.
         prediction: result of the simulation.
         why: sentence with the reason why this candidate is slower than the previous one; empty for the best.
         fits: whether the candidate fits in a rank's memory.
@@ -102,7 +101,6 @@ class SearchResult:
     Pure data parallelism precedes grids that are hardly faster.
 
     Attributes:
-        choices: simulated candidates.
         estimated: number of candidates with a lower bound.
     """
 
@@ -245,9 +243,6 @@ def _picks(estimates: list[Estimate], pure_batch: list[Candidate], most: int) ->
 
     At least half of them have the best bounds, with one candidate of each grid before a second one. The others are pure data
     parallelism with each averager.
-
-    Args:
-        most: maximum number of candidates.
     """
     first_of_grid: dict[tuple[int, int], int] = {}
     turns = []

@@ -64,7 +64,6 @@ def shortest_paths(
     kept, at equal distances in this order.
 
     Args:
-        layers: number of layers.
         start: state before the first layer.
         edges: function from (layer, state) to the edges from it. All edges have the same number of costs, and no cost is
             negative.

@@ -28,7 +28,7 @@ from hpctrain.planner.costs.compute_costs import (
     product_key,
     update_key,
 )
-from hpctrain.planner.costs.machine import Link, LinkSegment, Machine, OperatorClass, OperatorRate
+from hpctrain.planner.costs.machine import Link, LinkSegment, Machine, OperatorClass, OperatorRate, slowest_rate
 from hpctrain.planner.costs.operator_times import (
     REACH,
     OperatorKey,
@@ -189,7 +189,7 @@ def test_weights_and_winograd_take_their_own_time_if_their_rates_are_known() -> 
     assert work.seconds(both) == pytest.approx(1e-3 + 2e-2 + 1e-1 + 2e-3)
     assert replace(work, winograd_flops=5 * 10**6).seconds(both) == pytest.approx(1e-3 + 2e-2 + 1e-1 + 5e-3)
     assert replace(work, winograd_flops=5 * 10**6).seconds(plain) == work.seconds(plain)
-    assert work.seconds(both.scaled(4)) == pytest.approx(work.seconds(both) / 4)
+    assert work.seconds(slowest_rate([both], 4)) == pytest.approx(work.seconds(both) / 4)
 
 
 def test_updates_are_bound_by_bytes_and_cost_nothing_where_there_is_nothing() -> None:
