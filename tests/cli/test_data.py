@@ -141,6 +141,7 @@ def test_broken_pictures_are_named_or_left_out(tmp_path, keep):
 
 @pytest.mark.job
 @pytest.mark.slow
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("keep", [(), ("--keep-jpeg",)])
 def test_a_conversion_that_is_killed_goes_on(tmp_path, keep):
     """kill -9 once a part of it is in the journal; then a changed picture, which is noticed."""

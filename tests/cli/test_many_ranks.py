@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from hpctrain.core.text import place
-from hpctrain.data.writer import write_data_file
 from hpctrain.storage import checkpoint
 from hpctrain_testing.run import Outcome
 from tests.support.here import run_here
 from tests.support.sampling import amount
+from tests.support.tiny_runs import write_images
 
 Job = Callable[..., Outcome]
 
@@ -46,10 +46,7 @@ checkpoint: {{every_steps: {STEPS}}}
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A configuration and as many small images as an epoch of `STEPS` steps has."""
-    random = np.random.default_rng(0)
-    count = STEPS * 2 * RANKS
-    images = random.integers(0, 256, (count, 9, 8, 1), dtype=np.uint8)
-    write_data_file(tmp_path / "train.h5", count, (9, 8, 1), ["a", "b", "c"], [(images, random.integers(0, 3, count))])
+    write_images(tmp_path / "train.h5", STEPS * 2 * RANKS)
     (tmp_path / "many.yaml").write_text(CONFIG)
     return tmp_path
 

@@ -10,13 +10,12 @@ import pytest
 
 from hpctrain.backend.onednn.kernel_set import available
 from hpctrain.launch.process_end import FINISHED, STOPPED
-from hpctrain.runs.directory import RunDirectory, latest
 from hpctrain.storage import checkpoint
 from hpctrain_testing.run import Outcome
 from tests.support.here import run_here
 from tests.support.kills import WRITERS, moments, run_writer
 from tests.support.signal_storm import QUIET, Setting, Tally, final_tensors, prepare, quiet_storm, same_bits
-from tests.support.tiny_runs import Start
+from tests.support.tiny_runs import Start, newest_run
 
 pytestmark = pytest.mark.slow
 
@@ -136,12 +135,6 @@ def _signalled(job: Start, folder: Path, ranks: int, number: str, rank: int, ste
     return job(ranks, ["signalled.py", number, str(rank), str(step), "train", "storm.yaml", *more], cwd=folder)
 
 
-def _run(folder: Path) -> RunDirectory:
-    run = latest(folder / "runs", "storm")
-    assert run is not None
-    return run
-
-
 def test_a_stop_can_be_reported_by_a_file_and_code_0(job: Start, folder: Path) -> None:
     """For launchers that kill the other ranks where one leaves with a code that is not 0."""
     marker = folder / "stopped"
@@ -170,7 +163,7 @@ def test_a_stopped_run_says_so_and_goes_on_bit_by_bit(
         where = f"{number} on rank {rank}" if ranks else number
         # The request travels with its step's message, and is read under the next one.
         assert f"stopped by {where} after step {min(step + 2, 10)}, in epoch {1 + step // 5} of 2" in outcome.stdout
-        run = _run(folder)
+        run = newest_run(folder, name="storm")
         assert f"checkpoint runs/{run.path.name}/checkpoints/checkpoint-{min(step + 2, 10):08d}.h5" in outcome.stdout
         assert f"continue with the same command and --resume runs/{run.path.name}\nexit code 85\n" in outcome.stdout
         assert "Traceback" not in outcome.output
@@ -186,7 +179,7 @@ def test_a_request_from_before_the_first_step_is_kept(job: Start, folder: Path) 
     outcome = _signalled(job, folder, 2, "SIGTERM", 1, -1)
     assert outcome.code == STOPPED, outcome.output
     assert "stopped by SIGTERM on rank 1 after step 2" in outcome.stdout
-    assert [path.name for path in _run(folder).checkpoints.iterdir()] == ["checkpoint-00000002.h5"]
+    assert [path.name for path in newest_run(folder, name="storm").checkpoints.iterdir()] == ["checkpoint-00000002.h5"]
 
 
 def test_a_run_that_has_done_its_steps_is_not_stopped(job: Start, folder: Path) -> None:
@@ -209,7 +202,7 @@ def test_a_request_that_comes_again_loses_no_checkpoint(
     words = ["again.py", phase, reached, _MANY, "train", "storm.yaml", "checkpoint.every_steps=4", "output=runs"]
     outcome = job(2, words, cwd=folder)
     assert outcome.code == STOPPED, outcome.output
-    run = _run(folder)
+    run = newest_run(folder, name="storm")
     assert checkpoint.read_newest(run.checkpoints) is not None
     assert "Traceback" not in outcome.output
     steps = [step for step, _ in checkpoint.checkpoints(run.checkpoints)]
@@ -224,7 +217,7 @@ def test_an_interrupt_in_the_checkpoint_ends_the_run_and_says_what_is_kept(job: 
     names = "SIGTERM,SIGTERM,SIGUSR1,SIGTERM,SIGINT"
     outcome = job(0, ["again.py", "checkpoint", "0", names, "train", "storm.yaml", "--resume", "auto"], cwd=folder)
     assert outcome.code == 130, outcome.output
-    run = _run(folder)
+    run = newest_run(folder, name="storm")
     kept = checkpoint.read_newest(run.checkpoints)
     assert kept is not None
     assert kept[0].name == "checkpoint-00000004.h5"

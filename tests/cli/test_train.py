@@ -199,6 +199,7 @@ def _killed(monkeypatch: pytest.MonkeyPatch, kind: str, step: int, train: Callab
             train()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("ranks", "every_steps", "kills"),
     [

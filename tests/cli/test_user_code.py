@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -14,6 +15,7 @@ from click.testing import CliRunner
 
 from hpctrain.cli.main import cli
 from hpctrain.core import user_code
+from hpctrain.models import sizes
 from hpctrain_testing.run import Outcome
 from tests.core.test_registry import offer
 from tests.support.here import run_here
@@ -448,7 +450,8 @@ GROUPS: Mapping[str, tuple[str, str]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", GROUPS)
-def test_an_installed_package_offers_names(folder: Path, kind: str) -> None:
+def test_an_installed_package_offers_names(folder: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sizes, "size_of_model", functools.cache(sizes.size_of_model))  # which a list of models asks for
     key, name = GROUPS[kind]
     (folder / "site").mkdir()
     (folder / "site" / "own_code.py").write_text(OWN)

@@ -8,7 +8,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 from threadpoolctl import threadpool_info, threadpool_limits
 
@@ -20,7 +19,6 @@ from hpctrain.comm.base import Communicator, SingleCommunicator
 from hpctrain.config.load import load
 from hpctrain.config.schema import Config
 from hpctrain.core.errors import CheckpointError, ConfigError
-from hpctrain.data.writer import write_data_file
 from hpctrain.job.automatic_choice import CHOICE_META, AutomaticChoice, PredictedStep, Resolved, machine_digest, model_digest
 from hpctrain.optim.optimizers import Lars, Sgd
 from hpctrain.parallel.parallel_plan import ParallelPlan
@@ -43,6 +41,7 @@ from hpctrain_testing.virtual.communicator import ThreadCommunicator
 from hpctrain_testing.virtual.run import run_virtual
 from tests.support import nets, planned
 from tests.support.emulated import EmulatedDeviceFactory
+from tests.support.tiny_runs import prepare as prepare_folder
 from tests.support.training import Task
 
 CONFIG = """
@@ -76,12 +75,8 @@ def _choice(candidate: Candidate, seconds: float) -> SimpleNamespace:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    random = np.random.default_rng(0)
-    images = random.integers(0, 256, (16, 9, 8, 1), dtype=np.uint8)
-    write_data_file(tmp_path / "train.h5", 16, (9, 8, 1), ["a", "b", "c"], [(images, random.integers(0, 3, 16))])
-    (tmp_path / "tiny.yaml").write_text(CONFIG.format(folder=tmp_path))
     machine_file.write(tmp_path / "machine.yaml", planned.machine())
-    return tmp_path
+    return prepare_folder(tmp_path, CONFIG.format(folder=tmp_path), 16, 0)
 
 
 @pytest.fixture

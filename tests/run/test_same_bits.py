@@ -18,7 +18,6 @@ from hpctrain.backend.onednn.kernel_set import OnednnKernelSet
 from hpctrain.core.errors import CheckpointError, ConfigError, DivergedError
 from hpctrain.data.loader import Batch
 from hpctrain.data.sampler import Reordering, Sampler
-from hpctrain.data.writer import write_data_file
 from hpctrain.launch.threads import ThreadPlan
 from hpctrain.run.accounts import RunHashes
 from hpctrain.run.reproducibility import EXACT_META, check_kept_record, check_same_record, reproducibility_record
@@ -32,9 +31,8 @@ from hpctrain.training.step import TrainingStep
 from hpctrain_testing.run import Outcome
 from hpctrain_testing.virtual.communicator import ThreadCommunicator
 from hpctrain_testing.virtual.run import run_virtual
-from tests.run.test_saved_runs import write_images
 from tests.support.runs import _rank, train_virtual
-from tests.support.tiny_runs import whole_lines
+from tests.support.tiny_runs import newest_run, prepare, whole_lines, write_images
 
 pytestmark = pytest.mark.slow
 SAMPLES, BATCH, SEED = 75, 16, 7
@@ -50,12 +48,7 @@ Seen = dict[tuple[int, int], dict[int, list[int]]]
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    random = np.random.default_rng(0)
-    for name, count in (("train", SAMPLES), ("test", 21)):
-        images = random.integers(0, 256, (count, 9, 8, 1), dtype=np.uint8)
-        write_data_file(tmp_path / f"{name}.h5", count, (9, 8, 1), ["a", "b", "c"], [(images, random.integers(0, 3, count))])
-    (tmp_path / "tiny.yaml").write_text(CONFIG.format(folder=tmp_path, batch=BATCH, seed=SEED))
-    return tmp_path
+    return prepare(tmp_path, CONFIG.format(folder=tmp_path, batch=BATCH, seed=SEED), SAMPLES)
 
 
 def _train(folder: Path, ranks: int, bad: Mapping[str, Any], *more: str, resume: str | None = None, steps: int = 0) -> Seen:
@@ -78,12 +71,6 @@ def _train(folder: Path, ranks: int, bad: Mapping[str, Any], *more: str, resume:
         patch.setattr(TrainingStep, "run", poisoned)
         run_virtual(ranks, program, deadline_seconds=120)
     return seen
-
-
-def _run(folder: Path, output: str = "runs") -> RunDirectory:
-    run = latest(folder / output, "tiny")
-    assert run is not None
-    return run
 
 
 def _last(run: RunDirectory) -> CheckpointContent:
@@ -112,7 +99,7 @@ def _meet(step: int) -> dict[str, Any]:
 def test_stop_ends_the_run_after_its_last_checkpoint(folder: Path) -> None:
     with pytest.raises(DivergedError, match="is the first, in forward order, whose"):
         _train(folder, 3, {"rank": 1, "steps": [3]})
-    run = _run(folder)
+    run = newest_run(folder)
     assert [step for step, _ in checkpoint.checkpoints(run.checkpoints)] == [2]
     assert not _records(run, "skip") + _records(run, "rollback")
 
@@ -127,29 +114,29 @@ def test_skip_leaves_a_step_out_and_a_resume_goes_on_alike(folder: Path, capsys:
         "3 of 10 steps were skipped because of values that were not finite",
     ):
         assert words in said
-    whole = _run(folder, "whole")
+    whole = newest_run(folder, "whole")
     assert [(record["step"], record["sources"]) for record in _records(whole, "skip")] == [(1, [1]), (4, [1]), (7, [1])]
     assert len(_records(whole, "interval")) == 10
     assert _last(whole).meta["position"]["skipped"] == 3
     _train(folder, 2, bad, "on_nonfinite=skip", steps=4)
     _train(folder, 2, bad, "on_nonfinite=skip", resume="auto")
     assert "3 of 10 steps were skipped" in capsys.readouterr().out
-    _assert_same(_run(folder), whole)
+    _assert_same(newest_run(folder), whole)
 
 
 def test_too_many_skips_in_a_row_end_the_run(folder: Path) -> None:
     words = "4 consecutive steps were not finite and were skipped. In the last one, step 6, layer"
     with pytest.raises(DivergedError, match=words):
         _train(folder, 2, {"rank": 0, "steps": [2, 3, 4, 5]}, "on_nonfinite.action=skip", "on_nonfinite.most=3")
-    assert len(_records(_run(folder), "skip")) == 4
+    assert len(_records(newest_run(folder), "skip")) == 4
 
 
 def _assert_went_back(folder: Path, said: str) -> None:
-    (record,) = _records(_run(folder), "rollback")
+    (record,) = _records(newest_run(folder), "rollback")
     assert (record["step"], record["from_step"], record["samples"], record["order"]) == (6, 9, BATCH, 1)
     assert "went back from step 9 to step 6, continuing with order 1 of the samples: Layer" in whole_lines(said)
-    assert [record["step"] for record in _records(_run(folder), "interval")] == list(range(1, 11))
-    assert _last(_run(folder)).meta["position"]["reorderings"] == [[1, BATCH, 1]]
+    assert [record["step"] for record in _records(newest_run(folder), "interval")] == list(range(1, 11))
+    assert _last(newest_run(folder)).meta["position"]["reorderings"] == [[1, BATCH, 1]]
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -194,18 +181,18 @@ def test_rollback_has_the_same_bits_again_and_across_a_resume(folder: Path, aver
     options = ("on_nonfinite=rollback", f"averager={averager}", "epochs=3")
     for output in ("first", "second"):
         _train(folder, 2, _meet(3), *options, f"output={folder}/{output}")
-    _assert_same(_run(folder, "first"), _run(folder, "second"))
+    _assert_same(newest_run(folder, "first"), newest_run(folder, "second"))
     _train(folder, 2, _meet(3), *options, steps=9)
-    assert len(_records(_run(folder), "rollback")) == 1
+    assert len(_records(newest_run(folder), "rollback")) == 1
     _train(folder, 2, _meet(3), *options, resume="auto")
-    _assert_same(_run(folder), _run(folder, "first"))
-    whole, parts = (_records(_run(folder, name), "rollback") for name in ("first", "runs"))
+    _assert_same(newest_run(folder), newest_run(folder, "first"))
+    whole, parts = (_records(newest_run(folder, name), "rollback") for name in ("first", "runs"))
     assert [{**record, "time": 0} for record in whole] == [{**record, "time": 0} for record in parts]
 
 
 def test_without_a_checkpoint_it_goes_back_to_the_start(folder: Path) -> None:
     _train(folder, 2, _meet(2), "on_nonfinite=rollback", "checkpoint.every_steps=0", "checkpoint.every_epochs=0")
-    run = _run(folder)
+    run = newest_run(folder)
     assert [step for step, _ in checkpoint.checkpoints(run.checkpoints)] == [0]
     (record,) = _records(run, "rollback")
     assert (record["step"], record["order"]) == (0, 1)
@@ -216,7 +203,7 @@ def test_rollback_ends_the_run_if_no_order_helps(folder: Path) -> None:
     words = "The run has gone back to step 6 2 times, each time with another order of samples, without reaching"
     with pytest.raises(DivergedError, match=words):
         _train(folder, 2, {"rank": 1, "steps": [6]}, "on_nonfinite.action=rollback", "on_nonfinite.most=2")
-    records = _records(_run(folder), "rollback")
+    records = _records(newest_run(folder), "rollback")
     assert [(record["step"], record["order"]) for record in records] == [(6, 1), (6, 2)]
     assert all(a["time"] < b["time"] for a, b in pairwise(records))
 
@@ -226,8 +213,8 @@ def test_a_resume_says_a_rollback_once(folder: Path) -> None:
     for _ in range(2):
         with pytest.raises(DivergedError):
             _train(folder, 2, {"rank": 1, "steps": [6]}, "on_nonfinite={action: rollback, most: 1}", resume="auto")
-        assert [record["step"] for record in _records(_run(folder), "rollback")] == [6]
-        shutil.rmtree(_run(folder).path / "owners")  # as this process, which owns the run, does not end
+        assert [record["step"] for record in _records(newest_run(folder), "rollback")] == [6]
+        shutil.rmtree(newest_run(folder).path / "owners")  # as this process, which owns the run, does not end
 
 
 #: 75 samples of which a step takes 16: five steps of an epoch, ten in all
@@ -243,7 +230,7 @@ RANKS = 2
 
 
 def write_run(folder: Path) -> Path:
-    write_images(folder)
+    write_images(folder / "train.h5", SAMPLES, shape=(7, 6, 1))
     (folder / "tiny.yaml").write_text(HASHES_CONFIG.format(folder=folder))
     return folder / "tiny.yaml"
 
@@ -393,7 +380,7 @@ SHARDS_CONFIG = """
 
 @pytest.fixture
 def sharded_file(tmp_path: Path) -> Path:
-    write_images(tmp_path)
+    write_images(tmp_path / "train.h5", SAMPLES, shape=(7, 6, 1))
     (tmp_path / "tiny.yaml").write_text(SHARDS_CONFIG.replace("train.h5", f"{tmp_path}/train.h5"))
     return tmp_path / "tiny.yaml"
 
@@ -441,7 +428,7 @@ def test_a_training_in_bfloat16_has_nearly_the_losses_of_float32(folder: Path, b
         train_virtual(
             ranks, folder / "tiny.yaml", f"backend={backend}", f"precision={precision}", f"output={folder}/{output}", *options
         )
-        losses[output] = np.array([record["loss"] for record in _records(_run(folder, output), "epoch")])
+        losses[output] = np.array([record["loss"] for record in _records(newest_run(folder, output), "epoch")])
     exact = losses["float32-1"]
     assert exact[0] - exact[-1] > 0.05
     for output in ("bfloat16-1", "bfloat16-2"):
@@ -457,7 +444,7 @@ def test_activations_in_bfloat16_travel_between_real_ranks(job: Callable[..., Ou
     assert outcome.code == 0, outcome.output
     assert "numpy, bfloat16" in outcome.output
     train_virtual(2, folder / "tiny.yaml", *split, f"output={folder}/virtual")
-    _assert_same(_run(folder, "real"), _run(folder, "virtual"))
+    _assert_same(newest_run(folder, "real"), newest_run(folder, "virtual"))
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,6 @@ from hpctrain.averaging.strategies.sharded import Sharded
 from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
 from hpctrain.cli.main import cli
 from hpctrain.core.errors import CheckpointError, DivergedError
-from hpctrain.data.writer import write_data_file
 from hpctrain.optim.optimizers import Sgd
 from hpctrain.run.python_job import LoopCheckpoints
 from hpctrain.runs.directory import RunDirectory, is_run, latest, runs
@@ -37,9 +36,10 @@ from hpctrain_testing.virtual.communicator import ThreadCommunicator
 from hpctrain_testing.virtual.run import run_virtual, virtual_engine
 from tests.support import nets
 from tests.support.runs import train_virtual
-from tests.support.tiny_runs import whole_lines
+from tests.support.tiny_runs import newest_run, whole_lines, write_images
 from tests.support.training import Task, batches, replica_of
 
+SHAPE = (7, 6, 1)
 CONFIG = """
 {name: tiny, seed: 7, backend: numpy, progress: test, model: {name: small, channels: [3], hidden: 5}, data: {train: train.h5},
  batch: 15, epochs: 2, optimizer: {name: sgd, lr: 0.05, momentum: 0.9}, schedule: constant, deadline_seconds: 60,
@@ -61,18 +61,11 @@ runpy.run_module("hpctrain", run_name="__main__", alter_sys=True)
 """
 
 
-def write_images(folder: Path) -> None:
-    """75 small ones."""
-    random = np.random.default_rng(0)
-    images = random.integers(0, 256, (75, 7, 6, 1), dtype=np.uint8)
-    write_data_file(folder / "train.h5", 75, (7, 6, 1), ["a", "b", "c"], [(images, random.integers(0, 3, 75))])
-
-
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The working directory, with a configuration and 75 small images."""
     monkeypatch.chdir(tmp_path)
-    write_images(tmp_path)
+    write_images(tmp_path / "train.h5", 75, shape=SHAPE)
     (tmp_path / "tiny.yaml").write_text(CONFIG)
     return tmp_path
 
@@ -82,14 +75,8 @@ def train(folder: Path, ranks: int, *more: str, fault: str = "pass") -> Outcome:
     return run_job(ranks, ["program.py", "train", "tiny.yaml", *more], cwd=folder, timeout_seconds=240)
 
 
-def run_of(output: str) -> RunDirectory:
-    run = latest(Path(output), "tiny")
-    assert run is not None
-    return run
-
-
 def newest(output: str) -> tuple[Path, CheckpointContent]:
-    found = checkpoint.read_newest(run_of(output).checkpoints)
+    found = checkpoint.read_newest(newest_run(Path(), output).checkpoints)
     assert found is not None
     return found
 
@@ -121,7 +108,7 @@ def test_a_run_whose_directory_is_removed_can_be_resumed_all_the_same(folder: Pa
 
     def remove(number: int) -> None:
         if number == 1:
-            shutil.rmtree(run_of("runs").path)
+            shutil.rmtree(newest_run(Path()).path)
 
     train_with_fault(1, remove, "checkpoint.every_steps=1")
     train_virtual(1, Path("tiny.yaml"), "epochs=3", resume="auto")
@@ -136,7 +123,7 @@ def test_ranks_killed_in_a_background_write_go_on_and_end_with_the_same_bits(fol
         folder, 2, "checkpoint.layout=sharded", fault="if rank == 1 and NUMBER > 40: os.kill(os.getpid(), signal.SIGKILL)"
     )
     assert killed.code != 0
-    directory = run_of("runs").checkpoints
+    directory = newest_run(Path()).checkpoints
     assert checkpoint.checkpoints(directory), "one checkpoint was whole"
     resumed = train(folder, 2, "checkpoint.layout=sharded", "--resume", "auto")
     assert resumed.code == 0, resumed.output
@@ -158,7 +145,7 @@ def test_a_full_disk_is_reported_and_the_run_goes_on(folder: Path, capsys: pytes
     said = capsys.readouterr().out
     assert "warning: The checkpoint" in said
     assert "No space left on device" in said
-    warnings = [str(record["warning"]) for record in run_of("runs").metrics() if record["kind"] == "checkpoint"]
+    warnings = [str(record["warning"]) for record in newest_run(Path()).metrics() if record["kind"] == "checkpoint"]
     assert any("The write is repeated while the run continues." in warning for warning in warnings)
     assert newest("runs")[1].meta["position"]["global_step"] == 10
 
@@ -182,7 +169,7 @@ SPLIT = ("plan.stage*=domain", "plan.classifier.*=model", "plan.classifier.dropo
 @pytest.fixture
 def frequent_folder(tmp_path: Path) -> Path:
     """A configuration that writes a checkpoint after every step, and 75 small images."""
-    write_images(tmp_path)
+    write_images(tmp_path / "train.h5", 75, shape=SHAPE)
     config = CONFIG.replace("train.h5", f"{tmp_path}/train.h5").replace("every_steps: 2", "every_steps: 1, keep: 9")
     (tmp_path / "tiny.yaml").write_text(config.replace("hidden: 5", "hidden: 5, dropout: 0.2"))
     return tmp_path
@@ -351,7 +338,7 @@ class History:
 @pytest.mark.parametrize("seed", range(20))
 def test_the_order_is_that_of_the_history(tmp_path: Path, seed: int) -> None:
     draw = random.Random(seed)
-    write_images(tmp_path)
+    write_images(tmp_path / "train.h5", 75, shape=SHAPE)
     text = CONFIG.replace("every_steps: 2", f"every_steps: 1, keep: {KEEP}").replace("epochs: 2", "epochs: 90")
     (tmp_path / "tiny.yaml").write_text(text.replace("train.h5", str(tmp_path / "train.h5")))
     history = History(tmp_path, draw)
@@ -392,16 +379,10 @@ FOREIGN = {
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with a configuration and a run of four steps."""
     folder = tmp_path_factory.mktemp("trained")
-    write_images(folder)
+    write_images(folder / "train.h5", 75, shape=SHAPE)
     (folder / "tiny.yaml").write_text(CONFIG.replace("train.h5", str(folder / "train.h5")))
     train_virtual(1, folder / "tiny.yaml", f"output={folder / 'runs'}", steps=4)
     return folder
-
-
-def _run(folder: Path) -> RunDirectory:
-    run = latest(folder / "runs", "tiny")
-    assert run is not None
-    return run
 
 
 def _contents(folder: Path) -> dict[str, bytes]:
@@ -420,7 +401,7 @@ def test_a_checkpoint_from_elsewhere_begins_a_new_run(
     for name in FOREIGN if seed == 0 else names:
         (project / name).parent.mkdir(parents=True, exist_ok=True)
         (project / name).write_text(FOREIGN[name])
-    own = _run(trained)
+    own = newest_run(trained)
     if seed % 2:  # with a copy of the run's own configuration it is no run yet
         shutil.copy(own.path / "config.yaml", project)
     start = project / below / CHECKPOINT
@@ -431,7 +412,7 @@ def test_a_checkpoint_from_elsewhere_begins_a_new_run(
     source = CHECKPOINT if seed % 3 else str(start)
     train_virtual(1, trained / "tiny.yaml", f"output={tmp_path / 'runs'}", resume=source, steps=2)
     assert _contents(project) == before
-    new = _run(tmp_path)
+    new = newest_run(tmp_path)
     assert checkpoint.by_age(new.checkpoints)[-1][0] == 6
     (line,) = [line for line in whole_lines(capsys.readouterr().out).splitlines() if "a new run begins with its state" in line]
     assert line == f"{source} is outside its run's directory: a new run begins with its state"
@@ -444,23 +425,23 @@ def test_a_checkpoint_from_elsewhere_begins_a_new_run(
 def test_a_checkpoint_of_another_run_is_from_elsewhere(trained: Path, tmp_path: Path) -> None:
     for folder in (tmp_path, tmp_path / "other"):
         train_virtual(1, trained / "tiny.yaml", f"output={folder / 'runs'}", "seed=8", steps=2)
-    mine, others = _run(tmp_path), _run(tmp_path / "other")
+    mine, others = newest_run(tmp_path), newest_run(tmp_path / "other")
     shutil.copy(mine.checkpoints / "checkpoint-00000002.h5", others.checkpoints / "checkpoint-00000007.h5")
     before = _contents(others.path)
     source = others.checkpoints / "checkpoint-00000007.h5"
     train_virtual(1, trained / "tiny.yaml", f"output={tmp_path / 'runs'}", "seed=8", resume=str(source), steps=2)
     assert _contents(others.path) == before
-    assert _run(tmp_path).path not in (mine.path, others.path)
+    assert newest_run(tmp_path).path not in (mine.path, others.path)
     output = f"output={tmp_path / 'other' / 'runs'}"
     train_virtual(1, trained / "tiny.yaml", output, "seed=8", resume="auto", steps=2)
-    assert _run(tmp_path / "other").path == others.path
+    assert newest_run(tmp_path / "other").path == others.path
     assert [record["step"] for record in others.metrics() if record["kind"] == "resume"] == [2], "its own checkpoint"
 
 
 @pytest.mark.parametrize("through", ["", "link", "linked directory"])
 def test_a_checkpoint_of_a_run_goes_on_in_it(trained: Path, tmp_path: Path, through: str) -> None:
     """A link may lead to the checkpoint."""
-    run = Path(shutil.copytree(_run(trained).path, tmp_path / "runs" / _run(trained).path.name))
+    run = Path(shutil.copytree(newest_run(trained).path, tmp_path / "runs" / newest_run(trained).path.name))
     source = run / "checkpoints" / CHECKPOINT
     if through == "link":
         (tmp_path / "latest.h5").symlink_to(source)
@@ -473,7 +454,7 @@ def test_a_checkpoint_of_a_run_goes_on_in_it(trained: Path, tmp_path: Path, thro
     (run / "config-00000099.yaml").write_text("# another experiment\n")
     overrides = (f"output={tmp_path / 'runs'}", "batch=5")
     train_virtual(1, trained / "tiny.yaml", *overrides, resume=str(source), steps=2)
-    assert _run(tmp_path).path == run
+    assert newest_run(tmp_path).path == run
     assert [step for step, _ in checkpoint.checkpoints(run / "checkpoints")][-1] == 6
     assert (run / "config-00000099.yaml").read_text() == "# another experiment\n", "no run wrote that"
     assert {"mine": True, "step": 99} in RunDirectory(run).metrics()
@@ -501,12 +482,12 @@ def test_commands_take_no_other_directory_for_a_run(trained: Path, tmp_path: Pat
 
 
 def test_a_checkpoint_of_a_program_says_so(trained: Path, tmp_path: Path) -> None:
-    content = checkpoint.read(_run(trained).checkpoints / CHECKPOINT)
+    content = checkpoint.read(newest_run(trained).checkpoints / CHECKPOINT)
     own = CheckpointContent(content.tensors, {"notes": {}, "position": content.meta["position"]})
     checkpoint.write(tmp_path / "net.h5", own)
     with pytest.raises(CheckpointError, match="was written by a Python program with its own training loop"):
         train_virtual(1, trained / "tiny.yaml", f"output={tmp_path / 'runs'}", resume=str(tmp_path / "net.h5"), steps=1)
-    assert json.loads((_run(trained).path / MARKER).read_text())["format"] == "hpctrain-run"
+    assert json.loads((newest_run(trained).path / MARKER).read_text())["format"] == "hpctrain-run"
 
 
 TASK = Task(nets.plain, NumpyKernelSet(), partial(Sgd, momentum=0.9), steps=6)

@@ -3,8 +3,6 @@
 import json
 import os
 import shutil
-import subprocess
-import sys
 import tempfile
 import threading
 import unicodedata
@@ -507,47 +505,6 @@ def test_a_file_system_without_locks_will_do(path, monkeypatch):
 
     monkeypatch.setattr(unfinished.fcntl, "flock", refused)
     assert kept(path) == CHUNKS
-
-
-@pytest.mark.job
-@pytest.mark.slow
-def test_a_conversion_that_is_killed_again_and_again_ends_in_the_same_bytes(tmp_path):
-    """kill -9 at several moments; the last one is let go to its end."""
-    code = """
-import os, signal, sys
-import numpy as np
-from pathlib import Path
-from hpctrain.data.writer import ImageFileWriter
-path, kill_at = Path(sys.argv[1]), int(sys.argv[2])
-images = np.random.default_rng(0).integers(0, 256, (40, 16, 16, 3), np.uint8)
-calls = 0
-write = os.pwrite
-def counted(*arguments):
-    global calls
-    calls += 1
-    if calls == kill_at:
-        write(arguments[0], bytes(arguments[1])[:5], *arguments[2:])
-        os.kill(os.getpid(), signal.SIGKILL)
-    return write(*arguments)
-os.pwrite = counted
-with ImageFileWriter(path, 40, (16, 16, 3), ["a"], None, "x") as writer:
-    print(writer.done)
-    for begin in range(writer.done, 40, 4):
-        writer.append(images[begin : begin + 4], np.zeros(4, np.int64))
-"""
-
-    def run(name, kill_at=0):
-        arguments = [sys.executable, "-c", code, str(tmp_path / name), str(kill_at)]
-        done = subprocess.run(arguments, capture_output=True, text=True, timeout=120)
-        assert done.returncode == (-9 if kill_at else 0), done.stderr
-        return int(done.stdout or -1)
-
-    assert run("whole.h5") == 0
-    for kill_at in (1, 2, 6, 9, 12, 16):
-        run("a.h5", kill_at)
-    assert run("a.h5") > 4
-    assert (tmp_path / "a.h5").read_bytes() == (tmp_path / "whole.h5").read_bytes()
-    assert sorted(os.listdir(tmp_path)) == ["a.h5", "whole.h5"]
 
 
 def _deep_tree(directory: Path, images: np.ndarray, suffix: str) -> Path:
