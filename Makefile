@@ -13,6 +13,7 @@
 # make grid-seeds    split layers next to every averaging strategy, with messages in several adversarial orders
 # make many-ranks   64 ranks on this machine: they train as one rank does, on MPICH, then on Open MPI; MANY_RANKS=16: fewer; 10 minutes
 # make combinations  options combined so that every pair meets, against one rank: HPCTRAIN_COMBINATIONS (2,000) of each of three seeds
+# make refusals the answers to wrong calls in tests/golden/refusals.txt; read the diff
 # make site     the pages of docs/ as a web site in build/site; a warning is a failure
 # make release TAG=v0.1.0   sdist and wheel in build/dist, compared with tag and changelog, tried in an empty environment (needs PyPI)
 # make docs     write the reference parts of docs/ (options.md, the table of keys in config.md) and jobs/ from the program
@@ -91,7 +92,7 @@ GPU_OUT ?= gpu-check
 GPU_CARRIED := nvidia-cudnn-frontend==1.23.0 mpich pydantic pydantic_core annotated-types typing-inspection mpi-pytest
 GPU_PLATFORMS := manylinux_2_28_x86_64 manylinux_2_27_x86_64 manylinux_2_17_x86_64 manylinux2014_x86_64
 
-.PHONY: train test test-mpich test-openmpi openmpi-jobs check quick test-all lint lint-rules lint-format lint-types lint-imports lint-words size unit grid-matrix grid-float32 grid-full grid-seeds many-ranks combinations release docs site slurm slurm-packages signals faults browser parity parity-install perf gpu-floor gpu-plans gpu-check gpu-wheels gpu-rehearse clean
+.PHONY: train test test-mpich test-openmpi openmpi-jobs check quick test-all lint lint-rules lint-format lint-types lint-imports lint-words size unit grid-matrix grid-float32 grid-full grid-seeds many-ranks combinations release docs refusals site slurm slurm-packages signals faults browser parity parity-install perf gpu-floor gpu-plans gpu-check gpu-wheels gpu-rehearse clean
 
 $(VENV)/installed: requirements.txt pyproject.toml setup.py
 	$(PYTHON) -m venv $(VENV)
@@ -191,6 +192,10 @@ release: $(VENV)/installed-dev
 docs: $(VENV)/installed
 	$(PY) -m tests.support.reference_pages
 	$(PY) -m tests.support.job_scripts
+
+refusals: $(VENV)/installed-dev
+	$(PY) -m tests.golden.refusals > tests/golden/refusals.new
+	mv tests/golden/refusals.new tests/golden/refusals.txt
 
 $(SITE_VENV)/installed: requirements-site.txt
 	$(PYTHON) -m venv $(SITE_VENV)
