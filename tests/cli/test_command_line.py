@@ -319,14 +319,6 @@ def test_overrides_are_applied_and_places_known(file: Path) -> None:
     assert "a.yaml:5" in str(source.locate(("epochs",)))
 
 
-@pytest.mark.parametrize("override", ["model=smal", "optimizer.name=sgdd", "averager=sharted", "schedule=cosinus"])
-def test_an_unknown_name_is_the_only_fault_of_its_section(file: Path, override: str) -> None:
-    name = override.partition("=")[2]
-    with pytest.raises(ConfigError, match=f'There is no [a-z ]+ "{name}"; the nearest is') as caught:
-        load_config(file, (override, "batch=0"))
-    assert len(str(caught.value).splitlines()) == 2
-
-
 def _versions(**environment: str) -> list[str]:
     done = subprocess.run(
         [sys.executable, "-m", "hpctrain", "--version"],

@@ -54,53 +54,6 @@ def test_show_prints_what_would_run() -> None:
     assert shown.optimizer.options["clip_norm"] is None  # which no file of configs/ sets
 
 
-@pytest.mark.parametrize(
-    ("override", "words"),
-    [
-        ("optimizer.momentun=0.9", ["momentum"]),
-        ("model.width=abc", ["width"]),
-        ("model=resnet51", ["resnet50"]),
-        ("schedule=cosinus", ["cosine"]),
-        ("averager=blockin", ["blocking"]),
-        ("averager={name: sharded, bucket_bytes: 0}", ["bucket_bytes is 0", "at least 1"]),
-        ("data.augment=[{name: flipp}]", ["flip"]),
-        ("micro_batches=100000", ["micro_batches"]),
-        ("schedule.warmup_epochs=1000", ["warmup_epochs"]),
-    ],
-)
-def test_check_says_what_is_wrong_and_ends_with_2(override: str, words: list[str]) -> None:
-    path = next(path for path in CONFIGS if path.stem == "quickstart")
-    result = CliRunner().invoke(cli, ["config", "check", str(path), override])
-    assert result.exit_code == 2
-    assert all(word in result.output for word in words), result.output
-    assert f'override "{override}"' in result.output
-
-
-def test_an_unknown_name_is_reported_before_what_follows_from_it() -> None:
-    """`optimizer=adagrad` replaces the section and its lr; that lr is missing is not what is wrong."""
-    path = next(path for path in CONFIGS if path.stem == "quickstart")
-    overrides = ["optimizer=adagrad", "data.augment=[flip, {name: crop, size: 3}]", "batch=0"]
-    result = CliRunner().invoke(cli, ["config", "check", str(path), *overrides])
-    lines = result.stderr.splitlines()
-    assert result.exit_code == 2
-    assert len(lines) == 3, lines
-    assert 'There is no optimizer "adagrad"' in lines[0]
-    assert 'There is no augmentation "crop"' in lines[1]
-    assert "batch is 0" in lines[2]
-
-
-@pytest.mark.parametrize(
-    ("override", "hinted"),
-    [("optimizer=lars", True), ("optimizer={name: lars, momentum: 0.9}", True), ("optimizer={name: lars, lr: -1}", False)],
-)
-def test_an_override_that_replaces_a_section_says_so_where_a_key_is_missing(override: str, hinted: bool) -> None:
-    path = next(path for path in CONFIGS if path.stem == "quickstart")
-    result = CliRunner().invoke(cli, ["config", "check", str(path), override])
-    assert result.exit_code == 2
-    assert len(result.stderr.splitlines()) == 1
-    assert ('lr: LR}" with a value of lr for lars.' in result.stderr) is hinted
-
-
 def test_check_builds_the_network_for_the_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A model of one's own that fits its IMAGE_SHAPE, but not the images of the training file, is refused by the check."""
     path = next(path for path in CONFIGS if path.stem == "quickstart")
@@ -158,13 +111,6 @@ def test_check_compares_test_data_and_weights_with_training_data_and_model(
     assert "  not checked: the initial weights, as there is no of_5.safetensors yet; the nearest file is of_" in missing.stdout
 
 
-def test_float64_on_onednn_is_refused_with_a_sentence() -> None:
-    path = next(path for path in CONFIGS if path.stem == "quickstart")
-    result = CliRunner().invoke(cli, ["config", "check", str(path), "dtype=float64", "backend=onednn"])
-    assert result.exit_code == 2
-    assert "does not compute in float64" in result.output
-
-
 def test_a_machine_that_does_not_multiply_bfloat16_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     """The warning does not ask for a GPU, which bfloat16 on CPUs does not need."""
     path = next(path for path in CONFIGS if path.stem == "quickstart")
@@ -175,20 +121,6 @@ def test_a_machine_that_does_not_multiply_bfloat16_is_a_warning(monkeypatch: pyt
         assert result.exit_code == 0
         assert ("warning: The training cannot run here: precision is bfloat16, which" in result.stderr) != multiplies
         assert "GPU" not in result.stderr
-
-
-@pytest.mark.job
-def test_a_backend_that_is_not_there_has_one_answer_everywhere() -> None:
-    path = str(next(path for path in CONFIGS if path.stem == "quickstart"))
-    sentence = "override \"backend=tpu\": backend is tpu, but must be 'auto', 'numpy', 'onednn' or 'cuda'."
-    for command in (("config", "check"), ("config", "show"), ("plan", "show"), ("plan", "schedule")):
-        result = CliRunner().invoke(cli, [*command, path, "backend=tpu"])
-        assert result.exit_code == 2, command
-        assert sentence in result.output, command
-    code = f"from hpctrain.cli.main import cli; cli(['train', {path!r}, 'backend=tpu'])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 2
-    assert sentence in done.stderr
 
 
 def test_the_configured_precisions_are_those_that_can_be_made() -> None:

@@ -215,41 +215,6 @@ schedule: constant
 """
 
 
-@pytest.mark.parametrize(
-    ("override", "sentence"),
-    [
-        ("grid.tiles=[1, 2, 3]", "grid.tiles is [1, 2, 3], but must be a list of 2 items, not 3."),
-        ("grid.tiles=[1]", "grid.tiles is [1], but must be a list of 2 items."),
-        ("grid.tiles=4", "grid.tiles is 4, but must be a list."),
-        ("grid.tiles=[0, 1]", "grid.tiles.0 is 0, but must be at least 1; the nearest legal value is 1."),
-        ("trace=perhaps", "trace is perhaps, but must be true or false."),
-        ("name=null", "name is null, but must be a string."),
-        ("name=''", "name is '', but must have at least 1 character."),
-        ("batch=2.5", "batch is 2.5, but must be an integer."),
-        ("optimizer.lr=fast", "optimizer.lr is fast, but must be a number."),
-        ("optimizer.lr=.inf", "optimizer.lr is .inf, but must be a finite number."),
-        ("batch_norm.momentum=2", "batch_norm.momentum is 2, but must be at most 1; the nearest legal value is 1.0."),
-        ("backend=null", "backend is null, but must be 'auto', 'numpy', 'onednn' or 'cuda'."),
-        (
-            "grid.rows=99999999999999",
-            "grid.rows is 99999999999999, but must be at most 1000000; the nearest legal value is 1000000.",
-        ),
-        ("grid.cols=2000000", "grid.cols is 2000000, but must be at most 1000000; the nearest legal value is 1000000."),
-        (
-            "deadline_seconds=1e300",
-            "deadline_seconds is 1e300, but must be at most 1e+09; the nearest legal value is 1000000000.0.",
-        ),
-        ("loss.name=focal", 'Unknown key "loss.name"; known keys are label_smoothing, class_weights.'),
-        ("grid.batch=3", 'Unknown key "grid.batch"; the nearest known key is "batch".'),
-        ("backend=onedn", "backend is onedn, but must be 'auto', 'numpy', 'onednn' or 'cuda'; the nearest is 'onednn'."),
-    ],
-)
-def test_rules_are_stated_in_full(override: str, sentence: str) -> None:
-    with pytest.raises(ConfigError) as error:
-        parse(BASE, "base.yaml", [override])
-    assert str(error.value) == f'override "{override}": {sentence}'
-
-
 FINITE = st.floats(allow_nan=False, allow_infinity=False)
 # Others are refused: they may move a cursor, or end a line of a script.
 CHARACTERS = st.characters(exclude_categories=("Cc", "Cf", "Cs", "Zl", "Zp"))

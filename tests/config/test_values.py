@@ -125,15 +125,6 @@ def test_a_text_stays_as_it_is_written(text):
     assert parse(_REST, overrides=[f"name={text}"])[0].name == text
 
 
-def test_the_sentence_has_the_number_that_was_meant():
-    with pytest.raises(
-        ConfigError, match=r"seed is .*010.*without leading zeros or underscores; the nearest legal value is 10\.$"
-    ):
-        parse(_REST, overrides=["seed=010"])
-    with pytest.raises(ConfigError, match=r"seed is .*loses digits"):
-        parse(_REST, overrides=["seed=9007199254740993.0"])
-
-
 @pytest.mark.parametrize(("word", "shards"), [("yes", 8), ("on", 8), ("true", 8), ("no", None), ("off", None), ("false", None)])
 def test_a_switch_takes_the_words_of_yaml_1_1(word, shards):
     config = parse(_REST, overrides=[f"exact={word}", f"trace={word}", f"data.cache={word}"])[0]

@@ -200,28 +200,6 @@ def test_options_are_the_constructors_keywords():
     assert made.clip_norm == 2.0
 
 
-@pytest.mark.parametrize(
-    ("name", "options", "words"),
-    [
-        ("sgdd", {}, ['no optimizer "sgdd"', '"sgd"']),
-        ("base", {}, ['no optimizer "base"']),
-        ("sgd", {"momentun": 0.9}, ['"momentun"', 'nearest is "momentum"']),
-        ("sgd", {"zzz": 0.9}, ['"zzz"', '"momentum"', '"clip_norm"']),
-        ("sgd", {"momentum": "high"}, ['"momentum"', '"high"', "number"]),
-        ("sgd", {"nesterov": 1}, ['"nesterov"', "true or false"]),
-        ("sgd", {"decay_exclude": "some"}, ['"decay_exclude"', "norm_and_bias"]),
-        ("sgd", {"self": 1}, ['"self"']),
-    ],
-)
-def test_a_refusal_is_one_sentence(name, options, words):
-    for attempt in (OPTIMIZERS.check, OPTIMIZERS.create):
-        with pytest.raises(ConfigError) as caught:
-            attempt(name, options)
-        assert all(word in str(caught.value) for word in words), caught.value
-        assert str(caught.value).endswith(".")
-        assert "\n" not in str(caught.value)
-
-
 def test_what_the_program_passes_is_no_option(animals):
     given = Registry("animals", "animal", animals.base, given=["owner"])
     for refuse in (given.check, partial(animals.create, owner=2)):

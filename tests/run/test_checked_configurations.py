@@ -15,7 +15,7 @@ from pydantic import BaseModel
 
 from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
 from hpctrain.cli.main import cli
-from hpctrain.config.checks import check_device, check_names, device_faults, exact_faults, refusal
+from hpctrain.config.checks import check_device, check_names, device_faults, exact_faults
 from hpctrain.config.load import dump, known_paths, load, parse
 from hpctrain.config.options import FOLLOWING, KINDS, SECTIONS, Choice, choice, choices, defaults, filled, json_schema, names
 from hpctrain.config.resume_rules import RULES, Change, When, changes, check, flat, rule_for
@@ -69,102 +69,6 @@ def passes(text, *overrides):
     check_names(*parse(text, "f.yaml", overrides))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("old", "new", "line", "words"),
-    [
-        ("name: resnet20", "name: resnet21", 2, ["resnet21", "resnet20"]),
-        ("width: 0.5", "widht: 0.5", 3, ["widht", "width"]),
-        ("width: 0.5", "width: wide", 3, ["width", "wide", "number"]),
-        ("width: 0.5", "width: -1", 3, ["-1"]),
-        ("width: 0.5", "depth: 32", 3, ["depth", "20", "32"]),
-        ("name: pad_crop", "name: padcrop", 7, ["padcrop", "pad_crop"]),
-        ("padding: 2", "pading: 2", 8, ["pading", "padding"]),
-        ("padding: 2", "padding: -2", 8, ["-2", "the minimum is 0"]),
-        ("- flip", "- {name: flip, probability: 2}", 9, ["probability", "2", "[0, 1]"]),
-        ("      size: 24\n", "", 11, ["center_crop", "size"]),
-        ("size: 24", "size: large", 12, ["size", "large", "integer"]),
-        ("name: sgd", "name: sdg", 16, ["sdg", '"sgd"']),
-        ("momentum: 0.9", "momentun: 0.9", 18, ["momentun", '"momentum"']),
-        ("momentum: 0.9", "momentum: high", 18, ["momentum", "high", "number"]),
-        ("momentum: 0.9", "momentum: 1.5", 18, ["momentum", "1.5", "[0, 1)"]),
-        ("momentum: 0.9", "nesterov: 1", 18, ["nesterov", "true or false"]),
-        ("name: step", "name: stairs", 20, ["stairs", "step"]),
-        ("milestones_epochs: [3, 5]", "milestones: [3, 5]", 21, ["milestones", "milestones_epochs"]),
-        ("milestones_epochs: [3, 5]", "milestones_epochs: [5, 3]", 21, ["[5, 3]", "increase"]),
-        ("milestones_epochs: [3, 5]", "milestones_epochs: 3", 21, ["milestones_epochs", "3"]),
-        ("  milestones_epochs: [3, 5]\n", "", 20, ["milestones_epochs"]),
-        ("  milestones_epochs: [3, 5]", "  milestones_epochs: [3]\n  gamma: 2", 22, ["gamma", "2"]),
-        ("  milestones_epochs: [3, 5]", "  milestones_epochs: [3]\n  base_lr: 2", 22, ["base_lr", "set by the program"]),
-        ("name: blocking", "name: blokcing", 23, ["blokcing", '"blocking"']),
-        ("name: blocking", "name: blocking\n  window: 3", 24, ["window", "no option"]),
-        ("name: blocking", "name: priority\n  windw: 3", 24, ["windw", '"window"']),
-        ("name: blocking", "name: priority\n  window: wide", 24, ["window", "wide", "integer"]),
-        ("name: blocking", "name: priority\n  group: 3", 24, ["group", "set by the program"]),
-        ("name: blocking", "name: priority\n  micro_batches: 2", 24, ["micro_batches", "set by the program"]),
-        ("name: blocking", "name: sharded\n  nodes: [0, 0]", 24, ["nodes", "set by the program"]),
-        ("name: blocking", "name: priority\n  window: 0", 24, ["window is 0", "at least 1"]),
-        ("name: blocking", "name: priority\n  window: 2\n  slice_parameters: -3", 25, ["slice_parameters is -3", "least 1"]),
-        ("name: blocking", "name: sharded\n  window: 2\n  bucket_bytes: 0", 25, ["bucket_bytes is 0", "at least 1"]),
-        ("name: blocking", "name: sharded\n  fc_exchange: sometimes", 24, ["fc_exchange", "sometimes", "'always' or 'never'"]),
-        ("name: blocking", "name: lazy\n  max_interval: 2\n  layers: 0", 25, ["layers is 0", "at least 1"]),
-        (
-            "name: blocking",
-            "name: sharded\n  fc_exchange: always\nmicro_batches: 2",
-            24,
-            ["fc_exchange is always, but micro_batches is 2", "or fc_exchange to auto or never"],
-        ),
-        ("batch: 9", "batch: 2", 13, ["batch is 2", "3 ranks (grid.cols)", "smallest batch is 3"]),
-        ("cols: 3", "rows: 4\n  tiles: [3, 2]", 26, ["3 x 2 make 6 parts", "grid.rows is 4", "4 x 1"]),
-        ("cols: 3", 'cols: 3\nplan:\n  "layer2.*": domain\n  "layers3.*": domain', 28, ["'layers3.*'", '"layer3.']),
-        ("batch: 9", "batch: 9\nmicro_batches: 10", 14, ["micro_batches is 10", "largest value is 9"]),
-        ("batch: 9", "batch: 9\ndtype: float64\nbackend: onednn", 15, ["onednn", "does not compute in float64", '"numpy"']),
-        ("batch: 9", "batch: 9\nprecision: tf32\nbackend: onednn", 14, ["precision is tf32, which only backend cuda"]),
-        ("batch: 9", "batch: 9\nprecision: tf32\ndtype: float64", 14, ["precision is tf32, which requires dtype float32"]),
-        (
-            "    - flip",
-            "    - random_erasing\n    - flip",
-            6,
-            ['"flip" is number 3 of the list', 'put "random_erasing" at the end'],
-        ),
-        ("  name: step", "  warmup_epochs: 8\n  name: constant\n", 20, ["warmup_epochs is 8", "largest value is 7"]),
-    ],
-)
-def test_one_sentence_with_the_line(old, new, line, words):
-    assert old in TEXT
-    text = TEXT.replace(old, new)
-    if "warmup" in new:
-        text = text.replace("  milestones_epochs: [3, 5]\n", "")
-    (message,) = faults(text)
-    assert message.startswith(f"f.yaml:{line}: "), message
-    assert message[-1] in ".?"
-    assert all(word in message for word in words), message
-
-
-def test_all_faults_are_reported_at_once_each_at_its_place():
-    lines = faults(
-        TEXT, "batch=2", "micro_batches=3", "model=nonet", "optimizer.momentun=1", "schedule=none", "data.augment=[flop]"
-    )
-    places = [line.split('": ')[0] for line in lines]
-    assert places == [
-        'override "batch=2',
-        'override "micro_batches=3',
-        'override "model=nonet',
-        'override "optimizer.momentun=1',
-        'override "schedule=none',
-        'override "data.augment=[flop]',
-    ]
-
-
-def test_all_faulty_options_are_reported_at_once():
-    """No second faulty option of the same augmentation or optimiser waits for the next attempt."""
-    jitter = "{name: color_jitter, brightness: -1, hue: 2, contrast: 0.1, saturaton: 1}"
-    lines = faults(TEXT, f"data.augment=[{jitter}]", "optimizer={name: sgd, lr: 0.1, momentum: fast, nestrov: true}")
-    for words in ("hue = 2", "brightness = -1", 'no option "saturaton"', 'is "fast", but', 'no option "nestrov"'):
-        assert sum(words in line for line in lines) == 1, lines
-    assert len(lines) == 5
-
-
 @pytest.mark.parametrize(
     "overrides",
     [
@@ -216,35 +120,6 @@ def test_ranks_without_samples_of_their_own_and_plans_of_the_models_layers_pass(
 def test_what_is_left_to_the_start_of_a_run_passes():
     passes(TEXT, "grid=auto", "plan=auto", "averager=auto")
     passes(TEXT, "averager=auto", "optimizer.clip_norm=0.5")
-
-
-def test_an_averager_that_is_chosen_has_no_options_yet():
-    (line,) = faults(TEXT, "averager=auto", "averager.window=3")
-    assert line.startswith('override "averager.window=3": averager is auto, which also chooses the options')
-
-
-@pytest.mark.parametrize(
-    ("override", "place"),
-    [
-        ("init.freeze=[conv1, layer9.*]", "matches no layer with parameters; the nearest layer is layer"),
-        ('init.freeze=["*"]', "so nothing would be trained; exclude at least fc."),
-        (
-            "init.weights=runs/first",
-            "init.weights is runs/first, but a file of weights ends in .safetensors, .pt, .pth; make one",
-        ),
-        ("init.ignore=[fc.*]", "init.ignore needs a file of weights"),
-        (
-            "init.whiten=layer1.0.conv1",
-            "init.whiten is layer1.0.conv1, but must be the name of a convolution of the images; that",
-        ),
-    ],
-)
-def test_what_a_training_starts_from_is_checked(override: str, place: str) -> None:
-    with pytest.raises(ConfigError) as raised:
-        check_names(*parse(TEXT, "a.yaml", [override]))
-    assert place in str(raised.value)
-    assert str(raised.value).count("\n") == 0
-    check_names(*parse(TEXT, "a.yaml", ["init.freeze=[conv1, 'layer1.*']", "init.weights=w.pt", "init.ignore=[fc.*]"]))
 
 
 CONFIG = """
@@ -475,26 +350,6 @@ SHARDS_CONFIG = """
 """
 
 
-@pytest.mark.parametrize(
-    ("override", "path", "words"),
-    [
-        ("threads=auto", ("threads",), "set threads to a number"),
-        ("grid.rows=2", ("grid", "rows"), "set grid.rows to 1"),
-        ("batch_norm.statistics=synchronised", ("batch_norm", "statistics"), "set batch_norm.statistics to local"),
-        ("backend=cuda", ("backend",), "set backend to onednn or numpy"),
-        ("averager=auto", ("averager",), "averager is auto"),
-        ("grid=auto", ("grid",), "grid is auto"),
-        ("plan=auto", ("plan",), "plan is auto"),
-    ],
-)
-def test_faults_of_exact_runs_are_refused_with_shards_only(override: str, path: tuple[str, ...], words: str) -> None:
-    config = parse(SHARDS_CONFIG, overrides=[override])[0]
-    assert not list(exact_faults(config))
-    (found,) = exact_faults(parse(SHARDS_CONFIG, overrides=[override, "exact=true"])[0])
-    assert found[0] == path
-    assert words in found[1]
-
-
 def test_a_run_with_shards_alone_has_no_faults() -> None:
     assert not list(exact_faults(parse(SHARDS_CONFIG, overrides=["exact.shards=6"])[0]))
 
@@ -563,37 +418,6 @@ def _option_names(described: Choice) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    ("override", "end"),
-    [
-        ("optimizer.learning_rate=1", 'the nearest is "lr" (of "lr", "momentum", "nesterov", '),
-        ("optimizer.learnig_rate=1", 'the nearest is "lr" (of "lr", "momentum", "nesterov", '),
-        ("optimizer.wd=1", 'the nearest is "weight_decay" (of '),
-        ("optimizer.warmup_epochs=1", 'the nearest known key is "schedule.warmup_epochs".'),
-        ("optimizer.momentun=1", 'the nearest is "momentum" (of '),
-        ("schedule.warmup=1", 'the nearest is "warmup_epochs" (of "warmup_epochs", "warmup_start"'),
-        ("model.num_classes=3", 'the nearest is "classes" (of '),
-        ("data.batch_size=3", 'the nearest known key is "batch".'),
-        ("data.epochs=3", 'the nearest known key is "epochs".'),
-        ("data.dataset=x", 'the nearest known key is "data.train".'),
-        ("learning_rate=1", 'the nearest known key is "optimizer.lr".'),
-        ("num_workers=1", 'the nearest known key is "data.threads".'),
-        ("max_epochs=1", 'the nearest known key is "epochs".'),
-        ("lr_scheduler=cosine", 'the nearest known key is "schedule".'),
-        ("gpu=0", 'the nearest known key is "backend".'),
-        ("ema.warmup=true", 'the nearest known key is "ema.warm_up".'),
-        ("threds=3", 'the nearest known key is "threads".'),
-        ("backend=gpu", "the nearest is 'cuda'."),
-    ],
-)
-def test_an_unknown_key_is_answered_by_the_key_that_the_word_means(override: str, end: str) -> None:
-    """No key is suggested for the letters that it shares with a usual word, such as norm_bias_rate."""
-    with pytest.raises(ConfigError) as caught:
-        check_names(*load(CONFIGS / "quickstart.yaml", [override], refusal))
-    assert f"; {end}" in str(caught.value)
-    assert len(str(caught.value).splitlines()) == 1
-
-
-@pytest.mark.parametrize(
     ("override", "option", "replacement"),
     [
         ("optimizer.name=adam", "momentum", "optimizer={name: adam, lr: 0.1}"),
@@ -613,15 +437,6 @@ def test_an_override_of_a_name_alone_is_answered_by_one_of_the_section(override:
     assert "keeps" not in faults(text, override, replacement, f"{replacement.partition('=')[0]}.{option}=3")[0]
 
 
-def test_the_advice_of_an_override_is_printed_once() -> None:
-    """It was repeated, word for word, for each option of the file that the new name lacks."""
-    with pytest.raises(ConfigError) as caught:
-        check_names(*load(CONFIGS / "quickstart.yaml", ["optimizer.name=adam"], refusal))
-    first, second = str(caught.value).splitlines()
-    assert "keeps the other keys of the section" in first
-    assert second.endswith('has no option "nesterov"; the line above leaves it out, too.')
-
-
 _NEEDED = [(kind, name) for kind in KINDS for name in names(kind) if any(option.needed for option in choice(kind, name).options)]
 
 
@@ -635,16 +450,3 @@ def test_a_missing_option_is_answered_by_an_example_that_is_accepted(kind: str, 
         example = re.search(r'needs the option "\w+"; write for example "([^"]*)"\.$', message)
         assert example is not None, message
         passes(text, override, example[1])
-
-
-def test_a_missing_option_in_a_file_is_answered_by_the_section() -> None:
-    """The example does not have the form of an override, and it keeps the options of the file."""
-    (message,) = faults((CONFIGS / "quickstart.yaml").read_text().replace("name: cosine", "name: step"))
-    assert message.endswith("; write for example {name: step, warmup_epochs: 0.5, milestones_epochs: [30, 60, 80]}.")
-
-
-def test_a_usual_word_for_a_needed_key_is_one_fault() -> None:
-    """The key is not reported as missing as well."""
-    text = (CONFIGS / "quickstart.yaml").read_text().replace("\nbatch:", "\nbatch_size:")
-    with pytest.raises(ConfigError, match=r'Unknown key "batch_size"; the nearest known key is "batch"\.$'):
-        parse(text)

@@ -67,36 +67,6 @@ def without_launcher(alone_without_a_launcher) -> None:
 IMAGES, LABELS = np.random.default_rng(0).standard_normal((16, 9, 7, 3)), np.arange(16) % 4
 
 
-@pytest.mark.parametrize(
-    ("given", "sentence"),
-    [
-        ({"checks_every_steps": -1}, "checks_every_steps is -1, but must be an integer of at least 0"),
-        ({"on_nonfinite": "skipp"}, "on_nonfinite is 'skipp', but must be"),
-        ({"on_nonfinite": {"action": "skip", "most": 0}}, "where most is 1 or more"),
-        ({"on_nonfinite": "rollback"}, "catch DivergedError and `load` a checkpoint"),
-    ],
-)
-def test_answers_that_there_are_not_are_refused(given: dict[str, Any], sentence: str) -> None:
-    with hpctrain.start(batch=8) as job, pytest.raises(hpctrain.HpctrainError, match=sentence):
-        job.replica(nets.plain(), (9, 7, 3), **given)
-
-
-@pytest.mark.parametrize(
-    ("mixing", "sentence"),
-    [
-        ({"mixupp": 1.0}, 'The mixing of images has no option "mixupp"; the nearest is "mixup"'),
-        ({"mixup": "much"}, r"mixing\['mixup'\] is 'much', but must be a number; use 0.1, for example"),
-        ({"cutmix": 5.0}, "mixing.cutmix 5.0 is outside"),
-        ({"mixup": 1.0, "seed": 3}, 'Option "seed" of the mixing of images is set by the program'),
-    ],
-)
-def test_mixing_that_there_is_not_is_refused(mixing: dict[str, Any], sentence: str) -> None:
-    with hpctrain.start(batch=8) as job:
-        replica = job.replica(nets.plain(), (9, 7, 3), backend="numpy")
-        with pytest.raises(ConfigError, match=sentence):
-            job.array_loader(replica, IMAGES, LABELS, mixing=mixing)
-
-
 def test_images_of_a_file_are_mixed(tmp_path: Path) -> None:
     stored = np.random.default_rng(1).integers(0, 256, (16, 9, 7, 3), dtype=np.uint8)
     write_data_file(tmp_path / "train.h5", 16, (9, 7, 3), list("abcd"), [(stored, LABELS)])

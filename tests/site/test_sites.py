@@ -15,7 +15,7 @@ from pydantic import BaseModel, ValidationError
 from hpctrain.core.errors import ConfigError, LaunchError
 from hpctrain.site import profile as profile_files
 from hpctrain.site.job import _OTHER_SHELL, JobFiles, JobRequest, SiteJob, check_backend, plan_job, submit
-from hpctrain.site.profile import UNKNOWN_SOURCE, ContainerFields, NodeFields, SiteProfile, Sourced, faults
+from hpctrain.site.profile import UNKNOWN_SOURCE, ContainerFields, NodeFields, Sourced
 from tests.support.job_scripts import JOBS, SITES
 
 
@@ -48,40 +48,6 @@ def test_ranks_fit_a_node(cores: int, most: int | None, ranks: int) -> None:
     else:
         with pytest.raises(ValidationError, match=f"the nearest legal value is {limit}"):
             NodeFields(cores=cores, ranks=ranks, most_ranks=most)
-
-
-GOOD = {"description": "a machine", "tested": "here", "scheduler": "slurm", "node": {"cores": 8, "ranks": 2}}
-
-
-@pytest.mark.parametrize(
-    ("changes", "path", "sentence"),
-    [
-        ({"queu": {}}, "queu", 'Unknown key "queu"; the nearest is "queue"'),
-        ({"node": {"cores": 8, "ranks": 2, "most_rank": 1}}, "node.most_rank", 'the nearest is "most_ranks"'),
-        ({"node": {"core": 8, "ranks": 2}}, "node.core", 'Unknown key "node.core"; the nearest is "cores"'),
-        ({"node": {"cores": 8}}, "node.ranks", 'The key "node.ranks" is missing: Default number of ranks per node'),
-        ({"node": {"cores": 8, "ranks": 9}}, "node", "node must have at most 8 ranks; the nearest legal value is 8."),
-        ({"node": {"cores": 0, "ranks": 1}}, "node.cores", "is 0, but must be at least 1; the nearest legal value is 1."),
-        ({"scheduler": "slrum"}, "scheduler", "must be 'slurm', 'pbs', 'hostfile' or 'local'; the nearest is 'slurm'"),
-        ({"time": "soon"}, "time", "time is soon, but must be a time such as 06:00:00."),
-        ({"description": "a\nb"}, "description", "must be text in one line without control characters; it has U+000A"),
-        ({"environment": {"A": {"value": 'a"b', "why": "w"}}}, "environment.A.value", "must be text without quotes"),
-        ({"environment": {"A": {"value": "$(id)", "why": "w"}}}, "environment.A.value", "must be text without quotes"),
-        ({"environment": {"A;id": {"value": "1", "why": "w"}}}, "environment.A;id.[key]", "must be the name of a variable"),
-        ({"environment": {"A": {"valeu": "1", "why": "w"}}}, "environment.A.valeu", 'the nearest is "value"'),
-        ({"directives": {"--x": {"source": "s"}}}, "directives.--x.why", "is missing: Reason"),
-        ({"setup": [{"comand": "module load x", "why": "w"}]}, "setup.0.comand", 'the nearest is "command"'),
-        ({"gpu": {"vendor": "nvidia", "variable": "V", "order": []}}, "gpu.order", "at least 1 item"),
-        ({"scratch": {"directory": "`pwd`"}}, "scratch.directory", "without quotes, backticks, backslashes"),
-    ],
-)
-def test_a_fault_is_one_sentence(changes: dict[str, object], path: str, sentence: str) -> None:
-    with pytest.raises(ValidationError) as error:
-        SiteProfile.model_validate({**GOOD, **changes})
-    ((place, said),) = faults(error.value)
-    assert ".".join(map(str, place)) == path
-    assert sentence in said
-    assert said.endswith(".")
 
 
 @pytest.fixture
@@ -144,40 +110,11 @@ def test_one_of_the_same_name_hides_the_shipped_one_and_may_extend_it(own: Path)
     assert _read(own, "wide").profile.node.cores == 96  # of ours, not of the shipped one
 
 
-@pytest.mark.parametrize(
-    ("text", "sentence"),
-    [
-        ("extends: lumi\n", "a.yaml:1: extends is 'lumi', but must be the name of a site; the nearest is \"lumi-"),
-        ("extends: 3\n", "a.yaml:1: extends is 3, but must be the name of a site"),
-        ("extends: a\n", "a.yaml:1: extends is 'a', but must be the name of a site"),
-        ("extends: slurm\nnode: {cores: 8, rank: 3}\n", 'a.yaml:2: Unknown key "node.rank"; the nearest is "ranks"'),
-        ("extends: slurm\n\nrestarts: -1\n", "a.yaml:3: restarts is -1, but must be at least 0; the nearest legal value is 0."),
-        ("extends: slurm\nnode: {cores: 4}\n", "node must have at most 4 ranks; the nearest legal value is 4."),
-        ("scheduler: slurm\n", 'The key "node" is missing'),
-        ("- a\n", "A site profile must be a mapping of keys"),
-        ("", "A site profile must be a mapping of keys"),
-        ("a: [\n", "This is not valid YAML"),
-    ],
-)
-def test_a_fault_has_its_file_and_line(own: Path, text: str, sentence: str) -> None:
-    (own / "a.yaml").write_text(text)
-    with pytest.raises(ConfigError) as error:
-        _read(own, "a")
-    assert sentence in str(error.value)
-
-
 def test_profiles_that_extend_each_other_are_refused(own: Path) -> None:
     for one, other in (("a", "b"), ("b", "c"), ("c", "a")):
         (own / f"{one}.yaml").write_text(f"extends: {other}\n")
     with pytest.raises(ConfigError, match=r"c.yaml:1: extends is a, which extends this profile itself; remove one of the two."):
         _read(own, "a")
-
-
-def test_an_unknown_site_is_reported_with_the_nearest(own: Path) -> None:
-    with pytest.raises(ConfigError, match=r"There is no site 'polari'; the nearest is \"polaris\""):
-        _read(own, "polari")
-    with pytest.raises(ConfigError, match=r"There is no site 'ours'; there are .* write a profile .*/sites/NAME.yaml \(docs/"):
-        _read(own, "ours")
 
 
 def test_a_file_that_cannot_be_read_is_one_sentence(own: Path) -> None:
@@ -209,42 +146,6 @@ def test_ranks_never_share_cores(site: str, ranks: int) -> None:
     assert job.cpus % node.cpus_per_core == 0
     assert node.cpus_per_core <= job.cpus <= node.cores * node.cpus_per_core // ranks
     assert (job.cpus + node.cpus_per_core) * ranks > node.cores * node.cpus_per_core  # no core is left over for all
-
-
-@pytest.mark.parametrize(
-    ("site", "request_", "sentence"),
-    [
-        ("polaris", JobRequest(1), "Site polaris refuses jobs without an account; give --account."),
-        ("local", JobRequest(2), "--nodes is 2, but site local is one machine; the nearest legal value is 1."),
-        ("local", JobRequest(1, account="a"), "--account is a, but site local has no such option; leave it out."),
-        ("local", JobRequest(1, queue="q"), "--queue is q, but site local has no such option; leave it out."),
-        ("slurm", JobRequest(1, hostfile=Path("h")), "--hostfile is h, but site slurm uses no hostfile; leave --hostfile out."),
-        (
-            "hostfile",
-            JobRequest(1, hostfile=Path("nowhere")),
-            "Cannot read --hostfile nowhere: No such file or directory; give a readable text file in UTF-8.",
-        ),
-        (
-            "perlmutter-gpu",
-            JobRequest(1, ranks_per_node=5),
-            "--ranks-per-node is 5, but a node of site perlmutter-gpu has at most",
-        ),
-        ("slurm", JobRequest(1, 8, 9), "--cores-per-rank is 9, but 8 ranks share the 64 cores of a node of site slurm"),
-        ("slurm", JobRequest(1, time="soon"), "--time is 'soon', but must be a time such as 06:00:00 or 5h30m."),
-        ("slurm", JobRequest(1, time="0"), "--time is '0', but must be a time"),
-        (
-            "slurm",
-            JobRequest(1, stage=Path("nowhere.tar")),
-            "--stage nowhere.tar is not a file; give a tar archive of the environment.",
-        ),
-        ("local", JobRequest(1, stage=Path("x")), "--stage is x, but site local has no node-local disk; leave --stage out."),
-    ],
-)
-def test_a_request_that_does_not_fit_is_one_sentence(site: str, request_: JobRequest, sentence: str) -> None:
-    with pytest.raises(ConfigError) as error:
-        _plan(site, request_)
-    assert sentence in str(error.value)
-    assert str(error.value).endswith(".")
 
 
 def test_no_environment_is_staged_with_an_image(tmp_path: Path) -> None:
