@@ -1,14 +1,9 @@
-"""The screen of `hpctrain watch`: progress, curves, ranks and events of a run, for any width.
-
-Curves are drawn with braille dots, or with ASCII characters if the terminal has no others.
-"""
+"""The screen of `hpctrain watch`: progress, figures, ranks and events of a run, for any width."""
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rich.bar import Bar
@@ -17,76 +12,13 @@ from rich.table import Table
 from rich.text import Text
 
 from hpctrain.core.console import plain_table
-from hpctrain.core.text import counted, duration_text, escaped, fitting, loss_text
+from hpctrain.core.text import counted, duration_text, escaped, fitting
 from hpctrain.flight.ring import FlightRecord
 from hpctrain.launch.process_end import End
 from hpctrain.runs.state import SILENT_SECONDS, RunState, events_of, means_text, set_of
 
-Points = Sequence[tuple[float, float]]
-
-_EMPTY = 0x2800
-# Bit of each dot of a braille cell, by row (top to bottom) and column.
-_DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
-_MARK, _PLAIN = "o", "."
-
-
-def text_curve(
-    dots: Points, marks: Points, width: int, height: int, label: Callable[[float], str], *, plain: bool = False
-) -> list[str]:
-    """Return lines of a curve, with the largest value before the first line and the smallest before the last.
-
-    Args:
-        dots: (x, y) of the curve.
-        marks: (x, y) of highlighted points, drawn as "o".
-        width: number of columns, labels included.
-        height: number of lines.
-        label: callback that returns the text of a value.
-        plain: whether to use ASCII characters only.
-    """
-    points = [(x, y) for x, y in (*dots, *marks) if math.isfinite(y)]
-    if not points:
-        return [" " * width] * height
-    low, high = min(y for _, y in points), max(y for _, y in points)
-    labels = [label(high), *[""] * (height - 2), label(low)]
-    margin = max(map(len, labels))
-    columns = max(1, width - margin - 1)
-    first, last = min(x for x, _ in points), max(x for x, _ in points)
-    cells = [[_EMPTY] * columns for _ in range(height)]
-
-    def place(x: float, y: float, across: int, down: int) -> tuple[int, int]:
-        right = 0.0 if last == first else (x - first) / (last - first)
-        below = 0.5 if high == low else (high - y) / (high - low)
-        return round(right * (across - 1)), round(below * (down - 1))
-
-    path = [place(x, y, 2 * columns, 4 * height) for x, y in dots if math.isfinite(y)]
-    for column, row in (*path[:1], *_joined(path)):
-        cells[row // 4][column // 2] |= _DOTS[row % 4][column % 2]
-    signs = [[_sign(cell, plain=plain) for cell in line] for line in cells]
-    for x, y in marks:
-        if math.isfinite(y):
-            column, row = place(x, y, columns, height)
-            signs[row][column] = _MARK
-    return [f"{name.rjust(margin)} {''.join(line)}" for name, line in zip(labels, signs, strict=True)]
-
-
-def _joined(path: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """Yield the dots of the straight lines between consecutive points of a path."""
-    for (column, row), (next_column, next_row) in pairwise(path):
-        length = max(abs(next_column - column), abs(next_row - row), 1)
-        for k in range(1, length + 1):
-            yield column + round(k * (next_column - column) / length), row + round(k * (next_row - row) / length)
-
-
-def _sign(cell: int, *, plain: bool) -> str:
-    if cell == _EMPTY:
-        return " "
-    return _PLAIN if plain else chr(cell)
-
-
 #: width without a terminal
 COLUMNS = 80
-_CURVE_LINES = 5
-_TWO_CURVES_COLUMNS = 72  # minimum width for two curves next to each other
 _MOST_EVENTS = 6
 _MOST_RANKS = 4
 _NARROWEST_BAR = 10
@@ -96,18 +28,14 @@ _OF_TRAINING = {"interval": "train", "epoch": "whole epoch, train", "evaluation"
 def screen(state: RunState, console: Console) -> RenderableType:
     """Return the whole screen, as wide as the console."""
     width = console.width
-    plain = console.options.ascii_only
     lines: list[RenderableType] = [
         _head(state),
-        _position(state, width, plain=plain),
+        _position(state, width, plain=console.options.ascii_only),
         Text(escaped(fitting(_pace(state), width))),
     ]
     numbers = _numbers(state)
     if numbers is not None:
         lines += ["", numbers]
-    curves = _curves(state, width, plain=plain)
-    if curves is not None:
-        lines += ["", curves]
     lines += ["", *_ranks(state)]
     events = state.events[-_MOST_EVENTS:]
     if events:
@@ -183,28 +111,6 @@ def _numbers(state: RunState) -> Table | None:
     if best is not None:
         table.add_row(f"best {set_of(evaluation)}", "", f"{best:.2%}", "")
     return table
-
-
-def _curves(state: RunState, width: int, *, plain: bool) -> RenderableType | None:
-    """Return curves of loss and accuracy over steps, with dots for training and "o" for evaluations; None without curves."""
-    in_a_row = width >= _TWO_CURVES_COLUMNS
-    columns = (width - 2) // 2 if in_a_row else width
-    curves = []
-    for measure, title, label in (("loss", "loss", loss_text), ("top1", "top1", "{:.1%}".format)):
-        train, test = state.curve(measure, "interval", "epoch"), state.curve(measure, "evaluation")
-        if len(train) + len(test) > 1:
-            lines = text_curve(train, test, columns, _CURVE_LINES, label, plain=plain)
-            of = f", o of {set_of(state.latest('evaluation'))}" if test else ""
-            curves.append(Text("\n".join([f"{title} over steps{of}", *lines]), no_wrap=True))
-    if not curves:
-        return None
-    if not in_a_row:
-        return Group(*curves)
-    grid = Table.grid(padding=(0, 2, 0, 0))
-    for _ in curves:
-        grid.add_column(width=columns)
-    grid.add_row(*curves)
-    return grid
 
 
 def _ranks(state: RunState) -> list[RenderableType]:

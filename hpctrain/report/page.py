@@ -1,4 +1,4 @@
-"""A report on runs as one self-contained HTML file: tables, figures, styles and a small script.
+"""A report on runs as one self-contained HTML file: tables, figures and styles.
 
 `report_page` builds the content of each part, `result_of` converts the evaluation of a set into a table of confusions and
 pictures, and `html` renders the page.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import base64
 import io
-import json
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,8 +19,7 @@ from markupsafe import Markup
 
 from hpctrain.config.checks import make_schedule
 from hpctrain.core.errors import DataError, HpctrainError
-from hpctrain.report import figures as theme
-from hpctrain.report.figures import Drawing, PageFigure, for_page, layer_drawing, panel_drawing, read_steps, timeline_drawing
+from hpctrain.report.figures import Drawing, layer_drawing, panel_drawing, read_steps, svg, timeline_drawing
 from hpctrain.run.evaluation import JudgedImage, Judgement
 from hpctrain.run.stored_run import find_run
 from hpctrain.runs.comparison import side_by_side
@@ -195,7 +193,7 @@ def _url(pixels: np.ndarray) -> str:
     picture.thumbnail((_PIXELS, _PIXELS))
     buffer = io.BytesIO()
     picture.save(buffer, form, **options)
-    return f"data:image/{form.lower()};base64,{base64.b64encode(buffer.getvalue()).decode()}"
+    return _data_url(f"image/{form.lower()}", buffer.getvalue())
 
 
 @dataclass(frozen=True)
@@ -251,18 +249,6 @@ class PagePart:
 
 
 @dataclass(frozen=True)
-class _ShownPart:
-    """A part with its figures drawn."""
-
-    key: str
-    title: str
-    figures: tuple[PageFigure, ...]
-    tables: tuple[Table, ...]
-    results: tuple[JudgedSet, ...]
-    sentences: tuple[str, ...]
-
-
-@dataclass(frozen=True)
 class Page:
     """A report.
 
@@ -286,46 +272,20 @@ def html(page: Page) -> str:
     """Return the HTML text of a page."""
     templates = files("hpctrain.report") / "templates"
     environment = Environment(autoescape=True, undefined=StrictUndefined)
-    names = page.names
-
-    def plain(values: dict[str, object]) -> Markup:
-        """Return values as JSON that is safe within a script element."""
-        return Markup(json.dumps({**values, "names": names}, separators=(",", ":")).replace("<", "\\u003c"))
-
-    style = (templates / "report.css").read_text(encoding="utf-8")
-    style = style.replace("{{ light }}", theme.css_variables(theme.LIGHT)).replace("{{ dark }}", theme.css_variables(theme.DARK))
     return environment.from_string((templates / "report.html.j2").read_text(encoding="utf-8")).render(
         title=page.title,
         headline=page.headline,
-        names=names,
+        names=page.names,
         version=__version__,
         made=time.strftime("%Y-%m-%d %H:%M"),
-        css=Markup(style),
-        js=Markup((templates / "report.js").read_text(encoding="utf-8")),
-        colours=theme.RUN_COLOURS,
-        json=plain,
-        parts=_shown(page.parts),
+        css=Markup((templates / "report.css").read_text(encoding="utf-8")),
+        url=lambda drawing: _data_url("image/svg+xml", svg(drawing)),
+        parts=[part for part in page.parts if not part.is_empty],
     )
 
 
-def _shown(parts: Sequence[PagePart]) -> list[_ShownPart]:
-    return [
-        _ShownPart(
-            part.key,
-            part.title,
-            tuple(_safe(for_page(drawing)) for drawing in part.drawings),
-            part.tables,
-            part.results,
-            part.sentences,
-        )
-        for part in parts
-        if not part.is_empty
-    ]
-
-
-def _safe(figure: PageFigure) -> PageFigure:
-    """Return the figure with its SVG marked as safe; matplotlib has escaped all text in it."""
-    return PageFigure(figure.key, figure.title, figure.words, Markup(figure.svg), figure.values)
+def _data_url(kind: str, content: bytes) -> str:
+    return f"data:{kind};base64,{base64.b64encode(content).decode()}"
 
 
 def report_page(records: Sequence[RunRecord], results: Sequence[JudgedSet] = ()) -> Page:
@@ -380,7 +340,7 @@ def _summary(records: Sequence[RunRecord]) -> PagePart:
 
 
 def _curves(records: Sequence[RunRecord], names: Sequence[str]) -> PagePart:
-    """Return the figures, and the values of evaluations as tables for readers who cannot see or hover over figures."""
+    """Return the figures, and the values of evaluations as tables."""
     tables = []
     for record in records:
         evaluations = record.state.of_kind("evaluation")

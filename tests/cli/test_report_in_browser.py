@@ -1,4 +1,4 @@
-"""A report in a real browser, light and dark, wide and narrow: it is clicked, and says nothing on its console."""
+"""A report in a real browser, light and dark, wide and narrow: its figures are there, and it says nothing on its console."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def browser() -> Iterator[Any]:
 
 @pytest.mark.parametrize("width", [1280, 400])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_a_page_is_clicked_without_an_error(browser: Any, report: Path, scheme: str, width: int) -> None:
+def test_a_page_is_shown_without_an_error(browser: Any, report: Path, scheme: str, width: int) -> None:
     errors: list[str] = []
     page = browser.new_page(color_scheme=scheme, viewport={"width": width, "height": 900})
     page.on("console", lambda message: errors.append(message.text) if message.type in ("error", "warning") else None)
@@ -55,27 +55,9 @@ def test_a_page_is_clicked_without_an_error(browser: Any, report: Path, scheme: 
     page.goto(report.as_uri())
     assert page.evaluate("document.documentElement.scrollWidth") <= width
 
-    ground = "getComputedStyle(document.body).backgroundColor"
-    before = page.evaluate(ground)
-    page.click("#theme")
-    assert page.evaluate(ground) != before
-    page.click("#theme")
-    assert page.evaluate(ground) == before
-
-    line = page.locator("#loss-run0-test")
-    assert line.is_visible()
-    page.click("[data-run='0']")
-    assert page.get_attribute("[data-run='0']", "aria-pressed") == "false"
-    assert not line.is_visible()
-    assert page.locator("#loss-run1-test").is_visible()
-    page.click("[data-run='0']")
-    assert line.is_visible()
-
-    page.locator("#loss-run1-test").hover(force=True)
-    tip = page.locator("figure:has(#loss-run1-test) .tip")
-    assert tip.is_visible()
-    assert " at epoch " in tip.inner_text()
-
+    images = page.locator("figure img")
+    assert images.count() == 7
+    assert page.evaluate("[...document.images].every(image => image.complete && image.naturalWidth > 0)")
     page.click("nav a[href='#settings']")
     assert page.evaluate("location.hash") == "#settings"
     page.click("summary >> nth=0")

@@ -1,11 +1,10 @@
-"""`hpctrain watch` and the bar of a pass: the screen, its curves, and what is there to show."""
+"""`hpctrain watch` and the bar of a pass: the screen, and what is there to show."""
 
 from __future__ import annotations
 
 import contextlib
 import io
 import json
-import math
 import os
 import re
 import signal
@@ -19,13 +18,11 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from hypothesis import given
-from hypothesis import strategies as st
 from rich.console import Console
 
 from hpctrain.cli.data import LINE_SECONDS, progress
 from hpctrain.cli.main import cli
-from hpctrain.cli.watch_screen import news, screen, text_curve
+from hpctrain.cli.watch_screen import news, screen
 from hpctrain.launch.process_end import End
 from hpctrain.runs.directory import RunDirectory, runs
 from hpctrain.runs.state import RunState
@@ -186,7 +183,6 @@ def test_a_running_run_says_where_it_is() -> None:
         "12,346 images/s",
         "checkpoint of step 900, 0:01:01 ago",
         "left",
-        "loss over steps, o of test",
         "test, averaged",
         "best test",
         "88.89%",
@@ -207,7 +203,7 @@ def test_a_rank_that_failed_is_named_with_its_sentence() -> None:
     assert " left  " not in text
 
 
-def test_curves_are_of_ascii_where_the_output_is() -> None:
+def test_the_screen_is_of_ascii_where_the_output_is() -> None:
     class Ascii(io.StringIO):
         encoding = "ascii"
 
@@ -228,37 +224,6 @@ def test_news_are_a_line_for_each_record_of_training_and_each_event() -> None:
     assert lines[1] == "epoch 1  step 130  train loss 6.3636  top1 0.00%"
     assert lines[4] == "epoch 1  step 190  test loss 5.3846  top1 0.00%"
     assert lines[5:] == ["stopped by SIGINT after step 190"]
-
-
-_POINTS = st.lists(st.tuples(st.integers(0, 10**6), st.floats(-1e30, 1e30) | st.just(math.nan)), max_size=40)
-
-
-@given(dots=_POINTS, marks=_POINTS, width=st.integers(20, 90), height=st.integers(2, 8), plain=st.booleans())
-def test_any_points_fit(dots, marks, width: int, height: int, plain: bool) -> None:
-    lines = text_curve(dots, marks, width, height, lambda value: f"{value:.4g}", plain=plain)
-    assert len(lines) == height
-    assert {len(line) for line in lines} == {width}
-    signs = set("".join(line[-(width - 12) :] for line in lines))
-    assert not plain or all(ord(sign) < 128 for sign in signs)
-    shown = [y for _, y in (*dots, *marks) if math.isfinite(y)]
-    if shown:
-        assert lines[0].split()[0] == f"{max(shown):.4g}"
-        assert lines[-1].split()[0] == f"{min(shown):.4g}"
-
-
-@pytest.mark.parametrize("plain", [False, True])
-def test_a_falling_line_falls_from_corner_to_corner(plain: bool) -> None:
-    lines = text_curve([(0, 1.0), (10, 0.0)], [], 24, 4, str, plain=plain)
-    columns = [[k for k, sign in enumerate(line[4:]) if sign != " "] for line in lines]
-    assert columns[0][0] == 0
-    assert columns[-1][-1] == 19
-    assert [k for line in columns for k in line] == list(range(20))
-
-
-def test_marks_stand_over_dots() -> None:
-    lines = text_curve([(0, 1.0), (10, 1.0)], [(5, 0.0), (10, 1.0)], 14, 3, str)
-    assert lines[0].endswith("o")
-    assert lines[-1].index("o") in (8, 9)
 
 
 class Terminal(io.StringIO):
