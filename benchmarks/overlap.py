@@ -190,7 +190,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--warmup", type=int, default=6, help="untimed steps of strategies that order messages by times")
     parser.add_argument("--nice", type=int, default=0, help="of all processes; below 0 ahead of others on this machine")
-    parser.add_argument("--progress", default="auto", choices=["auto", "none", "test", "thread", "posting"])
+    parser.add_argument("--progress", default="test", choices=["none", "test", "thread"])
     parser.add_argument("--steps", type=int, default=1, help="timed steps of a turn, after one that is not timed")
     parser.add_argument("--kernels", default="onednn", choices=["onednn", "numpy"])
     parser.add_argument("--batch", type=int, help="images per rank")

@@ -52,8 +52,8 @@ class Settings:
     variants: name -> (averager, its options); None: only the local update. rounds: turns of each. lead: steps that open a turn
     and are not timed; they fill the pipeline of strategies whose messages travel under the next forward. steps: timed ones.
     warmup: untimed steps, before all turns, of strategies that order their messages by what they measure in them.
-    peers: sockets of PyTorch's ranks, in rank order; none: no peer. progress: who moves messages while kernels run, "auto":
-    measured. nice: of the ranks and the peers. out: JSON, written by rank 0.
+    peers: sockets of PyTorch's ranks, in rank order; none: no peer. progress: who moves messages while kernels run.
+    nice: of the ranks and the peers. out: JSON, written by rank 0.
     """
 
     shape: dict[str, Any]
@@ -65,7 +65,7 @@ class Settings:
     steps: int = 1
     warmup: int = 6
     peers: list[str] = field(default_factory=list)
-    progress: str = "auto"
+    progress: str = "test"
     nice: int = 0
     deadline_seconds: float = 120.0
 
@@ -99,8 +99,7 @@ class Rank:
         self.bare_comm = self._split("bare")
         self.nodes = node_numbers(self.world, self.world.split_shared_memory("node"))
         self._own_part = np.zeros(self.network.groups["all"].size, np.float32)
-        self.say("progress mode")
-        self.mode, self.mode_reason = self._progress_mode()
+        self.mode = ProgressMode(settings.progress)
         self.variants = {name: self._variant(name, choice) for name, choice in settings.variants.items()}
         self.peer = Peer(settings.peers[self.world.rank]) if settings.peers else None
 
@@ -113,14 +112,6 @@ class Rank:
         """A line on rank 0's stderr: how far the job has come, where it ends early."""
         if self.world.rank == 0:
             print(f"{time.perf_counter() - self._begin:7.1f} s  {what}", file=sys.stderr, flush=True)
-
-    def _progress_mode(self) -> tuple[ProgressMode, str]:
-        if self.settings.progress != "auto":
-            return ProgressMode(self.settings.progress), "as asked for"
-        comm = self._split("progress")
-        hiding = progress_mode.measure(comm, self.progress, (ProgressMode.TEST, ProgressMode.NONE, ProgressMode.THREAD))
-        assert hiding is not None, "every exchange is worth a measurement"
-        return comm.broadcast_object(progress_mode.choose(hiding)), str(hiding)
 
     def _variant(self, name: str, choice: tuple[str, dict[str, Any]] | None) -> Variant:
         counters = Counters()
@@ -357,7 +348,7 @@ def _facts(rank: Rank, payloads: dict[str, int]) -> dict[str, Any]:
         "allreduce_seconds": rank.allreduce_seconds(),
         "ranks": rank.world.size,
         "mpi": mpi.describe(),
-        "progress": f"{rank.mode}: {rank.mode_reason}",
+        "progress": str(rank.mode),
         "peer": None if rank.peer is None else rank.peer.facts,
     }
 

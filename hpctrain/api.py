@@ -69,7 +69,7 @@ from hpctrain.training.reporting import ProgressStyle
 
 _log = get_logger(__name__)
 _DEADLINE_SECONDS = 300.0
-_PROGRESS = ("auto", *(str(mode) for mode in ProgressMode))
+_PROGRESS = tuple(str(mode) for mode in ProgressMode)
 
 
 @contextlib.contextmanager
@@ -80,7 +80,7 @@ def start(
     rows: int = 1,
     cols: int | None = None,
     threads: int | None = None,
-    progress: str = "auto",
+    progress: str = "test",
     deadline_seconds: float = _DEADLINE_SECONDS,
     automatic: Automatic | None = None,
     flight: str | Path | None = None,
@@ -96,7 +96,7 @@ def start(
         rows: number of rows of the process grid.
         cols: number of columns of the process grid; default: the number of ranks divided by rows.
         threads: number of threads of this rank; default: OMP_NUM_THREADS, else its share of the cores.
-        progress: mode of message progress while kernels run: "auto" (measured), "none", "test", "thread" or "posting".
+        progress: mode of message progress while kernels run: "none", "test" or "thread".
         deadline_seconds: maximum time that a rank waits for other ranks before it ends the job. Under a launcher or with
             `flight`, it is also the maximum time without any activity of hpctrain.
         automatic: network for which the grid is chosen now; rows and cols are then ignored.

@@ -324,9 +324,9 @@ def simulate(
     efficiency and memory. Neither the machine nor the data is needed.
     """
     configs = _configs(file, overrides, averagers)
+    from hpctrain.comm.progress_mode import ProgressMode
     from hpctrain.planner.costs import machine_file
     from hpctrain.planner.search import configured_search
-    from hpctrain.planner.search.search_space import progress_of
     from hpctrain.planner.simulation.tasks import SimulationOptions
 
     slow_factors = slow_ranks(slow, ranks[-1])
@@ -337,7 +337,7 @@ def simulate(
         mode=mode,
         machine=machine_file.read(machine).with_threads(configured_search.configured_threads(config)),
         factors={"bandwidth": bandwidth, "latency": latency, "compute": compute},
-        options=SimulationOptions(progress=progress_of(config), slow=slow_factors, jitter=jitter, seed=seed),
+        options=SimulationOptions(progress=ProgressMode(config.progress), slow=slow_factors, jitter=jitter, seed=seed),
         image=image,
         classes=classes,
     )

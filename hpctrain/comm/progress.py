@@ -1,15 +1,15 @@
 """Progress engine: starts operations in a fixed order, drives all of them, and limits every wait by a deadline.
 
-A process has one `ProgressEngine`, which owns one `PostingQueue` per communicator. Every wait drives all queues. If a wait drove
-only one communicator, collectives of the split group and of the data group could deadlock each other; separate communicators do
-not prevent this. Operations of a queue start in the order of `post`, never in the order of arrival, so that MPI matches
-collectives in the same way on every rank. A `Ticket` is a queued operation. A `LocalEvent` is an event on this rank on which
-queued operations depend.
+The `ProgressEngine` of a session owns one `PostingQueue` per communicator of its steps. Each wait drives all of them. If a wait
+drove only one communicator, collectives of the split group and of the data group could deadlock each other; separate
+communicators do not prevent this. Each MPI communicator also has an engine of its own, without queues, for waits of the start and
+the end of a run (`comm/mpi.py`). Operations of a queue start in the order of `post`, never in the order of arrival, so that MPI
+matches collectives in the same way on every rank. A `Ticket` is a queued operation. A `LocalEvent` is an event on this rank on
+which queued operations depend.
 
-A `ProgressThread` (`waiting.py`) can drive messages while kernels run. In mode `thread` it only tests operations in flight. It
+A `ProgressThread` (`waiting.py`) can drive messages while kernels run (mode `thread`). It only tests operations in flight. It
 completes no operation and starts none (except that an operation of two stages may enter its second stage), so no averager's code
-runs on it, and the main thread notices completions only when it polls. In mode `posting` each pass of the thread is a poll: it
-completes finished operations and starts those that are ready, including their computations, in queue order.
+runs on it, and the main thread notices completions only when it polls.
 
 `MessageAccount` accumulates the time that the program spends on messages: posting, tests and the computations of starts. It
 excludes waits, which are counted separately, and updates, wherever they run. It reads the clock twice per engine call that has
@@ -22,7 +22,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NoReturn, TextIO, cast
 
@@ -35,18 +35,8 @@ from hpctrain.launch.process_end import End
 from hpctrain.trace.tracer import HOOKS, Category, Tracer
 
 
-class _Stretch:
-    """State of the nested engine calls of one thread. Only the outermost call is timed."""
-
-    __slots__ = ("all_updates_ns", "begin_ns", "depth", "total_ns", "update_ns")
-
-    def __init__(self) -> None:
-        self.depth = 0
-        self.begin_ns = self.update_ns = self.total_ns = self.all_updates_ns = 0
-
-
 class MessageAccount:
-    """Account of the time that a process spends on messages, separate for its program and for a second thread.
+    """Account of the time that the program spends on messages. Calls of the engine may nest; only the outermost one is timed.
 
     Args:
         trace: tracer that records each outermost call; None: no recording.
@@ -54,6 +44,7 @@ class MessageAccount:
         cpu_ns: processor clock of the calling thread, in nanoseconds.
 
     Attributes:
+        updates_ns: total time of the program's updates, in waits or outside.
         last_update_ns: end of the last update inside a call of the engine.
         waited_cpu_ns: processor time of the program in waits so far, including updates.
         waited_updates_ns: time of the program's updates in waits so far.
@@ -68,75 +59,49 @@ class MessageAccount:
         self._trace = trace
         self.clock_ns = clock_ns if trace is None else trace.clock_ns
         self._cpu_ns = cpu_ns
-        self.last_update_ns = self.waited_cpu_ns = self.waited_updates_ns = 0
-        self._program, self._thread = _Stretch(), _Stretch()
-        self._second: int | None = None
+        self.updates_ns = self.last_update_ns = self.waited_cpu_ns = self.waited_updates_ns = 0
+        self._depth = self._begin_ns = self._total_ns = 0
+        self._update_ns = 0  # time of updates inside the outermost call
 
     @property
     def seconds(self) -> float:
         """Total seconds that the program has spent on messages."""
-        return self._program.total_ns * 1e-9
-
-    @property
-    def updates_ns(self) -> int:
-        """Total time of the program's updates, in waits or outside, in nanoseconds."""
-        return self._program.all_updates_ns
-
-    @property
-    def thread_seconds(self) -> float:
-        """Total seconds that the second thread has spent on messages; not included in `seconds`."""
-        return self._thread.total_ns * 1e-9
-
-    def second_thread(self, identifier: int | None) -> None:
-        """Set the second thread, whose calls are counted separately; None: there is none."""
-        self._second = identifier
-        if self._trace is not None:
-            self._trace.second_thread(identifier)
+        return self._total_ns * 1e-9
 
     def begin(self) -> None:
         """Begin a call of the engine that may drive messages."""
-        stretch = self._program if self._second is None else self._of_caller()
-        stretch.depth += 1
-        if stretch.depth == 1:
-            stretch.update_ns = 0
-            stretch.begin_ns = self.clock_ns()
+        self._depth += 1
+        if self._depth == 1:
+            self._update_ns = 0
+            self._begin_ns = self.clock_ns()
 
-    def end(self, *, recorded: bool = True) -> None:
-        """End the call, after success or failure.
-
-        Args:
-            recorded: whether the call is recorded in the trace, if any.
-        """
-        stretch = self._program if self._second is None else self._of_caller()
-        stretch.depth -= 1
-        if stretch.depth == 0:
+    def end(self) -> None:
+        """End the call, after success or failure."""
+        self._depth -= 1
+        if self._depth == 0:
             now = self.clock_ns()
-            stretch.total_ns += now - stretch.begin_ns - stretch.update_ns
-            if recorded and self._trace is not None:
-                self._trace.add(Category.MESSAGES, HOOKS, stretch.begin_ns, now)
+            self._total_ns += now - self._begin_ns - self._update_ns
+            if self._trace is not None:
+                self._trace.add(Category.MESSAGES, HOOKS, self._begin_ns, now)
 
     def begin_wait(self) -> None:
-        """Stop counting until `end_wait`; waits are counted separately. Only the program waits."""
-        self._program.depth += 1
+        """Stop counting until `end_wait`; waits are counted separately."""
+        self._depth += 1
         self.waited_cpu_ns -= self._cpu_ns()
-        self.waited_updates_ns -= self._program.all_updates_ns
+        self.waited_updates_ns -= self.updates_ns
 
     def end_wait(self) -> None:
         """Resume counting after a wait."""
-        self._program.depth -= 1
+        self._depth -= 1
         self.waited_cpu_ns += self._cpu_ns()
-        self.waited_updates_ns += self._program.all_updates_ns
+        self.waited_updates_ns += self.updates_ns
 
     def updated(self, begin_ns: int, stop_ns: int) -> None:
         """Count an update that has run. Inside a call of the engine, its time is not counted for messages."""
-        stretch = self._of_caller()
-        stretch.all_updates_ns += stop_ns - begin_ns
-        if stretch.depth:
-            stretch.update_ns += stop_ns - begin_ns
+        self.updates_ns += stop_ns - begin_ns
+        if self._depth:
+            self._update_ns += stop_ns - begin_ns
             self.last_update_ns = stop_ns
-
-    def _of_caller(self) -> _Stretch:
-        return self._thread if self._second is not None and threading.get_ident() == self._second else self._program
 
 
 # Minimum delay of a posting that is recorded as delayed.
@@ -248,9 +213,6 @@ class PostingQueue:
         account: account of the time of posting; None: a separate account that is not used elsewhere.
         flight: flight recorder for each operation; None: no recording.
         world_ranks: world ranks of the communicator.
-
-    Attributes:
-        begun: number of operations started so far.
     """
 
     def __init__(
@@ -276,7 +238,6 @@ class PostingQueue:
         self._waiting: deque[Ticket] = deque()
         self._in_flight: list[Ticket] = []
         self._posted = 0
-        self.begun = 0
         self.starting = False
 
     def post(self, start: Callable[[], Handle], purpose: str, after: Sequence[Dependency] = ()) -> Ticket:
@@ -356,7 +317,6 @@ class PostingQueue:
                 self.starting = False
 
     def _start(self, ticket: Ticket) -> None:
-        self.begun += 1
         self._begin(ticket)
         if self._flight is not None:
             if hasattr(ticket.handle, "operation"):  # a LateHandle; `isinstance` with a protocol takes ten times as long
@@ -407,13 +367,10 @@ _ALONE: AbstractContextManager[Any] = nullcontext()
 
 
 class ProgressEngine:
-    """Owner of the posting queues of a process, and the only place that waits.
+    """Owner of posting queues, and the only place that waits.
 
-    One thread of a process posts, polls and waits. A second thread (`start_thread`) works inside `computing`. Every call of the
-    transport holds the engine's lock. The second thread drives operations in flight or, as a posting thread, does everything that
-    a poll does; a poll of the first thread inside `computing` then only wakes the second thread. The computations of starts on
-    the second thread run concurrently with the program. The program must therefore not use the arrays that a start reads or
-    writes after the events on which the start depends have happened.
+    One thread of a process posts, polls and waits. A second thread (`start_thread`) drives operations in flight inside
+    `computing`. Every call of the transport holds the engine's lock.
 
     Args:
         rank: rank of this process, for messages.
@@ -426,7 +383,6 @@ class ProgressEngine:
         stream: destination of the report; default: stderr.
         trace: tracer for operations, waits, and the time of posting and tests; None: no trace.
         flight: flight recorder, which can be read after the process has died; None: no recording.
-        make_thread: factory of the second thread, given the function for one pass and the lock held during a pass.
 
     Attributes:
         waited_seconds: total time of all waits so far, which is exposed communication.
@@ -449,7 +405,6 @@ class ProgressEngine:
         stream: TextIO | None = None,
         trace: Tracer | None = None,
         flight: FlightRecorder | None = None,
-        make_thread: Callable[[Callable[[], None], AbstractContextManager[Any]], ProgressThread] = ProgressThread,
     ) -> None:
         self.rank = rank
         self.deadline_seconds = deadline_seconds
@@ -466,9 +421,7 @@ class ProgressEngine:
         self._stream = stream
         self._queues: dict[Communicator, PostingQueue] = {}
         self._lock = threading.RLock()
-        self._make_thread = make_thread
         self._thread: ProgressThread | None = None
-        self._thread_posts = False
 
     def queue(self, comm: Communicator, window: int | None = None) -> PostingQueue:
         """Return the queue of `comm`. The first call creates it, with `window`."""
@@ -501,15 +454,9 @@ class ProgressEngine:
         return self._clock()
 
     def poll(self) -> None:
-        """Make one pass over all queues: test operations in flight, then start operations that are ready. Never blocks.
-
-        Inside `computing`, a posting thread makes the pass instead, and the call only wakes it.
-        """
+        """Make one pass over all queues: test operations in flight, then start operations that are ready. Never blocks."""
         if self._thread is not None:
             self._thread.raise_failure()
-            if self._thread_posts and self._thread.inside:
-                self._thread.wake()
-                return
         self._advance()
 
     def _advance(self) -> None:
@@ -519,7 +466,12 @@ class ProgressEngine:
                 return
             self.account.begin()
             try:
-                self._pass_over(queues)
+                for queue in queues:
+                    if queue._in_flight:
+                        queue.collect()
+                for queue in queues:
+                    if queue._waiting:
+                        queue.start_heads()
             finally:
                 self.account.end()
 
@@ -530,25 +482,19 @@ class ProgressEngine:
         if self.polls_between_operators:
             self.poll()
 
-    def start_thread(self, *, posts: bool = False) -> None:
-        """Start a second thread that works inside `computing`.
+    def start_thread(self) -> None:
+        """Start a second thread, which drives operations in flight inside `computing`.
 
         The transport must allow calls from several threads, one at a time.
-
-        Args:
-            posts: whether the thread also completes and starts operations.
         """
         if self._thread is None:
-            self._thread = self._make_thread(self._pass_of_thread, self._lock)
-            self.account.second_thread(self._thread.identifier)
-        self._thread_posts = posts
+            self._thread = ProgressThread(self._pass_of_thread, self._lock)
 
     def stop_thread(self) -> None:
         """End the second thread, if any."""
         if self._thread is not None:
             self._thread.close()
             self._thread = None
-            self.account.second_thread(None)
 
     def computing(self) -> AbstractContextManager[Any]:
         """Return a context for computations, during which the second thread, if any, may call the transport.
@@ -558,26 +504,8 @@ class ProgressEngine:
         return _ALONE if self._thread is None else self._thread
 
     def _pass_of_thread(self) -> None:
-        queues = tuple(self._queues.values())
-        begun = sum(queue.begun for queue in queues)
-        self.account.begin()
-        try:
-            if self._thread_posts:
-                self._pass_over(queues)
-            else:
-                for queue in queues:
-                    queue.progress_once()
-        finally:
-            self.account.end(recorded=sum(queue.begun for queue in queues) > begun)
-
-    @staticmethod
-    def _pass_over(queues: Collection[PostingQueue]) -> None:
-        for queue in queues:
-            if queue._in_flight:
-                queue.collect()
-        for queue in queues:
-            if queue._waiting:
-                queue.start_heads()
+        for queue in tuple(self._queues.values()):
+            queue.progress_once()
 
     def wait(self, tickets: Dependency | Iterable[Dependency]) -> None:
         """Drive all queues until these operations are complete.

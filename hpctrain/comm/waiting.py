@@ -70,7 +70,7 @@ class ProgressThread:
     Args:
         one_pass: function that makes one pass over all queues.
         lock: lock held during each pass; every other thread must also hold it to call the transport.
-        interval_seconds: time between two passes, unless `wake` is called.
+        interval_seconds: time between two passes.
 
     Attributes:
         inside: whether the block is open; changed under the lock.
@@ -82,22 +82,13 @@ class ProgressThread:
         self._one_pass = one_pass
         self._lock = lock
         self._interval_seconds = interval_seconds
-        self._open, self._called = threading.Event(), threading.Event()
+        self._open, self._closed = threading.Event(), threading.Event()
         self.inside = False
         self._context = contextvars.copy_context()
         self._ended = False
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="hpctrain-progress", daemon=True)
         self._thread.start()
-
-    @property
-    def identifier(self) -> int | None:
-        """Identifier of the thread, as `threading.get_ident` returns it."""
-        return self._thread.ident
-
-    def wake(self) -> None:
-        """Make the next pass immediately if a block is open."""
-        self._called.set()
 
     def raise_failure(self) -> None:
         """Raise the exception of a failed pass, if any. Each exception is raised once."""
@@ -123,7 +114,7 @@ class ProgressThread:
         assert not self.inside
         self._ended = True
         self._open.set()
-        self._called.set()
+        self._closed.set()
         self._thread.join()
 
     def _run(self) -> None:
@@ -133,7 +124,6 @@ class ProgressThread:
             self._open.wait()
             if self._ended:
                 return
-            self._called.clear()  # later calls are for the next pass
             try:
                 with self._lock:
                     if self.inside:
@@ -141,7 +131,7 @@ class ProgressThread:
             except BaseException as failure:  # raised in the block's owner
                 self._failure = failure
                 self._open.clear()
-            self._called.wait(self._interval_seconds)
+            self._closed.wait(self._interval_seconds)
 
 
 # A phase that holds the interpreter lock stops the printing thread; faulthandler, which needs no lock, then ends the process.

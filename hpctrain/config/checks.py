@@ -16,7 +16,6 @@ from hpctrain.averaging.averagers import AVERAGERS, make_strategy
 from hpctrain.averaging.base import PlannedGroup
 from hpctrain.backend.choice import precision_fault
 from hpctrain.backend.operators import KernelSet
-from hpctrain.comm.progress_mode import ProgressMode
 from hpctrain.config import grid
 from hpctrain.config.images import chosen_metrics, size_faults
 from hpctrain.config.load import flow, nearest_key
@@ -63,8 +62,8 @@ def check_device(config: Config, kernels: KernelSet) -> None:
 def _faults(config: Config) -> Iterator[tuple[KeyPath, str]]:
     if config.data.mixing.mixes:
         yield ("data", "mixing"), mixing_fault("cuda")
-    if config.progress in (ProgressMode.THREAD, ProgressMode.POSTING):
-        yield ("progress",), progress_fault(config.progress)
+    if config.progress == "thread":
+        yield ("progress",), progress_fault()
     wire = config.averager.options.get("wire_parameters", "float32")
     if wire != "float32":
         yield ("averager", "wire_parameters"), wire_fault(wire)
@@ -100,11 +99,11 @@ def mixing_fault(kernels: str) -> str:
     )
 
 
-def progress_fault(mode: str) -> str:
+def progress_fault() -> str:
     """Return the error message for a progress thread with a device, whose work a single thread enqueues."""
     return (
-        f"progress is {mode}, but backend cuda enqueues kernels and copies of messages from a single thread; set progress to "
-        f"auto or test, {_HOST_SETS}."
+        "progress is thread, but backend cuda enqueues kernels and copies of messages from a single thread; set progress to "
+        f"test, {_HOST_SETS}."
     )
 
 

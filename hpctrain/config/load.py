@@ -359,11 +359,13 @@ _REMOVED: Mapping[KeyPath, tuple[Any, str]] = {
 
 
 def _drop_removed(data: Any, source: Source, *, stored: bool) -> None:
-    """Delete removed keys from the data if they have their default, or if an earlier release has stored them.
+    """Delete removed keys and `progress: auto` if they have their former default, or if an earlier release has stored them.
 
     Raises:
         ConfigError: a removed key has another value.
     """
+    if isinstance(data, dict) and data.get("progress") in (("auto", "posting") if stored else ("auto",)):
+        del data["progress"]
     for path, (default, instead) in _REMOVED.items():
         section = data
         for key in path[:-1]:

@@ -641,11 +641,10 @@ class Config(Section):
         default_factory=EarlyStopConfig, description="The end of a training whose evaluations no longer improve."
     )
     evaluate: EvaluateConfig = Field(default_factory=EvaluateConfig, description="The evaluation during training.")
-    progress: Literal["auto", "none", "test", "thread", "posting"] = Field(
-        default="auto",
-        description="Progress of messages while kernels run: not at all (none), by MPI tests after operators (test), also by a "
-        "thread (thread), or by a thread that also starts operations (posting); auto uses test unless another mode is clearly "
-        "faster.",
+    progress: Literal["none", "test", "thread"] = Field(
+        default="test",
+        description="Progress of messages while kernels run: not at all (none), by MPI tests after operators (test), or also by "
+        "a thread (thread).",
     )
     transport: Literal["auto", "staged", "mpi", "nccl"] = Field(
         default="auto",

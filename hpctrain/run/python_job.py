@@ -322,14 +322,10 @@ class Job(StartedRank):
                 loop=self._loop(answer.most),
             )
 
-        return self._agreed(raise_on_all_ranks(self.world, make), arguments, -(-self.batch // self.size // micro_batches))
+        return self._agreed(raise_on_all_ranks(self.world, make), arguments)
 
-    def _agreed(self, replica: Replica, arguments: Mapping[str, Any], samples: int) -> Replica:
-        """Compare the replica and its arguments between ranks, agree on averaging, and choose the progress mode. Collective.
-
-        Args:
-            samples: maximum number of samples in a pass of a rank.
-        """
+    def _agreed(self, replica: Replica, arguments: Mapping[str, Any]) -> Replica:
+        """Compare the replica and its arguments between ranks, agree on averaging, and apply the progress mode. Collective."""
         check_same_code(self.world)
         if self.size > 1:
             advice = "make the same on all ranks"
@@ -337,7 +333,7 @@ class Job(StartedRank):
             optimizer = Subject("another optimizer in job.replica", advice, replica.settings)
             compare(self.world, called_with("job.replica", arguments), network, optimizer)
         replica.agree()
-        set_progress(self, replica.network, self.progress_mode, samples)
+        set_progress(self, replica.network, self.progress_mode)
         replica.require_alike(schedules=True)
         self.loops.append(replica.loop)
         return replica

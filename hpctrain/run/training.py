@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from hpctrain.backend.specs import TensorSpec
 from hpctrain.comm.base import Communicator, raise_on_all_ranks
+from hpctrain.comm.progress_mode import ProgressMode
 from hpctrain.config.grid import describe, parallel_plan
 from hpctrain.config.images import WARNING, data_line
 from hpctrain.config.load import dump
@@ -547,13 +548,11 @@ def _introduce_start(
 
 
 def _start_measuring(session: Session, setup: TrainingSetup, directory: RunDirectory, reporter: Reporter) -> None:
-    """Choose the progress mode; report it if it matters, and record it. Collective."""
-    config = session.config
-    samples = -(-config.batch // session.groups.all_ranks.size // setup.replica.passes.following)
-    chosen = set_progress(session, setup.replica.network, config.progress, samples)
-    if chosen.matters:
-        reporter.say(str(chosen))
-    reporter.record("progress", chosen.facts())
+    """Apply the progress mode, record it, and report it unless it is the default. Collective."""
+    mode = set_progress(session, setup.replica.network, session.config.progress)
+    if mode is not ProgressMode.TEST and session.world.size > 1:
+        reporter.say(f"progress {mode}: {mode.in_words}")
+    reporter.record("progress", {"mode": str(mode)})
 
 
 def _about(session: Session, setup: TrainingSetup) -> dict[str, object]:

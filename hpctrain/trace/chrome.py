@@ -109,9 +109,8 @@ class ChromeTrace:
                 self._line(f'{{"ph":"b",{common},"ts":{begin:.3f},"args":{{"sequence":{number}}}}}')
                 self._line(f'{{"ph":"e",{common},"ts":{begin + length:.3f}}}')
             else:
-                thread = track if category == Category.THREAD else _PROGRAM
                 extra = f',"args":{{"number":{number}}}' if category in (Category.WAIT, Category.STEP) else ""
-                self._line(f'{{"ph":"X",{head},"tid":{thread},"ts":{begin:.3f},"dur":{length:.3f}{extra}}}')
+                self._line(f'{{"ph":"X",{head},"tid":{_PROGRAM},"ts":{begin:.3f},"dur":{length:.3f}{extra}}}')
 
     def _write(self, event: Mapping[str, Any]) -> None:
         self._line(json.dumps(event))

@@ -12,7 +12,6 @@ from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import IntEnum
-from threading import get_ident
 from typing import Any
 
 import numpy as np
@@ -41,14 +40,11 @@ class Category(IntEnum):
     WORK = 8  # other named work of the step
     STEP = 9  # a whole step with the loading of its batch; number: position in the epoch
     MESSAGES = 10  # time of the engine for posting and progress, outside of waits; an update inside is a separate event
-    THREAD = 11  # concurrent: work of a second thread on messages, including updates
-    DELAY = 12  # concurrent: from the turn of an operation until its posting began; track and number
+    DELAY = 11  # concurrent: from the turn of an operation until its posting began; track and number
 
 
-#: track of a second thread's events
-THREAD_TRACK = "posting thread"
 #: kinds that overlap with the program
-CONCURRENT = (Category.COMMUNICATION, Category.THREAD, Category.DELAY)
+CONCURRENT = (Category.COMMUNICATION, Category.DELAY)
 
 
 _COLUMNS = ("category", "number", "start_ns", "stop_ns")
@@ -90,13 +86,10 @@ class Events:
 
 
 class Tracer:
-    """Recorder of the events of one thread and, separately, of a second thread.
-
-    Events of the second thread get the kind THREAD, except for kinds in CONCURRENT. Events that exceed the capacity are counted
-    as dropped.
+    """Recorder of the events of one thread. Events that exceed the capacity are counted as dropped.
 
     Args:
-        capacity: maximum number of events of each thread.
+        capacity: maximum number of events.
         clock_ns: function that returns nanoseconds since an arbitrary start.
     """
 
@@ -115,19 +108,12 @@ class Tracer:
         self._stop = array("q", bytes(8 * capacity))
         self._names: dict[str, int] = {}
         self._tracks: dict[str, int] = {"": 0}
-        self._second: int | None = None
-        self._second_tracer: Tracer | None = None  # written by the second thread only
 
     def __len__(self) -> int:
         return self._count
 
     def add(self, category: int, name: str, start_ns: int, stop_ns: int, track: str = "", number: int = 0) -> None:
         """Record one event."""
-        if self._second is not None and get_ident() == self._second:
-            assert self._second_tracer is not None
-            kind = category if category in CONCURRENT else Category.THREAD
-            self._second_tracer.add(kind, name, start_ns, stop_ns, track or THREAD_TRACK, number)
-            return
         position = self._count
         if position == self.capacity:
             self.dropped += 1
@@ -148,21 +134,9 @@ class Tracer:
     def clear(self) -> None:
         """Discard all events; names keep their indices."""
         self._count = self.dropped = 0
-        if self._second_tracer is not None:
-            self._second_tracer.clear()
-
-    def second_thread(self, identifier: int | None) -> None:
-        """Record further calls of the thread with this identifier separately; None: there is no second thread."""
-        if identifier is not None and self._second_tracer is None:
-            self._second_tracer = Tracer(self.capacity, clock_ns=self.clock_ns)
-        self._second = identifier
 
     def events(self) -> Events:
-        """Return a copy of the recorded events. Those of a second thread come last."""
-        own_events = self._own_events()
-        return own_events if self._second_tracer is None else joined(own_events, self._second_tracer.events())
-
-    def _own_events(self) -> Events:
+        """Return a copy of the recorded events."""
         return Events(
             tuple(self._names),
             tuple(self._tracks),
@@ -177,20 +151,6 @@ class Tracer:
 
     def _copy(self, column: array[int], kind: type[np.integer]) -> np.ndarray:
         return np.frombuffer(column, kind)[: self._count].copy()
-
-
-def joined(first: Events, second: Events) -> Events:
-    """Return the events of `first`, followed by those of `second`."""
-    names, tracks = (
-        tuple(dict.fromkeys((*one, *other))) for one, other in ((first.names, second.names), (first.tracks, second.tracks))
-    )
-    name_of, track_of = ({text: number for number, text in enumerate(texts)} for texts in (names, tracks))
-    columns = {column: np.concatenate([getattr(first, column), getattr(second, column)]) for column in _COLUMNS}
-    renamed = {
-        "name": np.array([name_of[events.names[index]] for events in (first, second) for index in events.name], np.int32),
-        "track": np.array([track_of[events.tracks[index]] for events in (first, second) for index in events.track], np.int32),
-    }
-    return Events(names, tracks, **{**columns, **renamed}, dropped=first.dropped + second.dropped)
 
 
 def capacity_for(ranks: int) -> int:

@@ -1,10 +1,9 @@
-"""Every strategy equals blocking averaging: any optimiser, ranks and nodes, any order of messages, and a posting thread."""
+"""Every strategy equals blocking averaging: any optimiser, ranks and nodes, any order of messages."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,8 +12,7 @@ from hpctrain.averaging import slicing
 from hpctrain.averaging import slicing as slice_sizes
 from hpctrain.averaging.allreduce import AllreduceStrategy
 from hpctrain.averaging.base import GradientAverager, PlannedGroup, Strategy, for_holders
-from hpctrain.averaging.collective_schedule import EventKind, OperationKind
-from hpctrain.averaging.reduce_scatter import ReduceScatterAverager
+from hpctrain.averaging.collective_schedule import OperationKind
 from hpctrain.averaging.slicing import Slice, fused
 from hpctrain.averaging.strategies.blocking import Blocking
 from hpctrain.averaging.strategies.priority import Priority
@@ -23,12 +21,10 @@ from hpctrain.comm.base import Communicator, SingleCommunicator
 from hpctrain.comm.groups import GridAxis, ProcessGrid, TwoLevel
 from hpctrain.comm.link import LinkModel
 from hpctrain.comm.progress import ProgressEngine
-from hpctrain.core.errors import DivergedError
 from hpctrain.optim.optimizers import Sgd
 from hpctrain_testing.virtual.communicator import ThreadCommunicator
 from hpctrain_testing.virtual.counters import Counters, CountingCommunicator
 from hpctrain_testing.virtual.run import run_virtual, virtual_engine
-from tests.support import combinations
 from tests.support.averaging import (
     INPUTS,
     OF_NODES,
@@ -43,8 +39,6 @@ from tests.support.averaging import (
     run_steps,
     shares,
 )
-from tests.support.dimensions import parsed
-from tests.support.interleaved_thread import InterleavedThread
 
 STEPS = 9  # each number of samples three times
 
@@ -456,34 +450,3 @@ def test_a_schedule_is_accepted_for_the_same_words_parameters_and_ranks() -> Non
     assert not planned(Parts, make_group("float32"), 2).accepts(schedule)
     assert not planned(Blocking, make_group(), 2).accepts(schedule)
     assert not planned(Parts, make_group(), 2).accepts(None)
-
-
-EXCHANGE = ("grid=1x3", "fc_exchange=always", "messages=adversarial")
-
-
-@pytest.fixture
-def many_passes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(combinations, "InterleavedThread", partial(InterleavedThread, share=0.3))
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("many_passes")
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("options", [EXCHANGE, ("averager=priority", "grid=1x2", "window=1"), ("grid=1x2", "optimizer=lars")])
-def test_replicas_are_those_of_one_rank(options: tuple[str, ...]) -> None:
-    assert combinations.run(parsed(["posting=thread", *options])) <= combinations.TOLERANCE
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("many_passes")
-def test_an_event_before_what_it_announces_is_found_by_the_thread_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    def announced_early(self: Any, weight: str, dy: Any) -> None:
-        exchange = self.operations.exchange_of[weight]
-        exchange.pack_errors(np.full_like(dy, np.nan))  # memory that was used before may hold the right numbers
-        self._happens(EventKind.GRADIENT, weight)
-        exchange.pack_errors(dy)
-
-    monkeypatch.setattr(ReduceScatterAverager, "_take_errors", announced_early)
-    assert combinations.run(parsed(["posting=program", *EXCHANGE])) <= combinations.TOLERANCE
-    with pytest.raises(DivergedError):
-        combinations.run(parsed(["posting=thread", *EXCHANGE]))

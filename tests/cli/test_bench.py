@@ -98,35 +98,13 @@ def test_a_traced_run_prints_and_keeps_where_its_time_went(folder: Path, ranks: 
         assert f"`{name}`" in page or f"`{name.partition(' of ')[0]} of " in page, name
 
 
-@pytest.mark.mpi_differs
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_the_way_of_progress_is_said_and_recorded(job: Start, folder: Path, ranks: int) -> None:
-    """22 MB of gradients take a while; one rank has no other to send them to."""
-    hidden = 9 if ranks == 1 else 20_000
-    outcome, run = _train(ranks, folder, f"model.hidden={hidden}", "--steps", "1", "checkpoint.every_epochs=0", start=job)
-    chosen = next(line for line in run.metrics() if line["kind"] == "progress")
-    assert chosen["mode"] in ("none", "test", "thread")
-    lines = [line for line in outcome.stdout.splitlines() if line.startswith("progress")]
-    if ranks == 1:
-        assert chosen["mode"] == "test"
-        assert lines == []
-    else:
-        together: Any = chosen["together_seconds"]
-        assert set(together) == {"none", "test", "thread"}
-        assert min(together.values()) > 0
-        assert len(lines) == 1
-        assert lines[0].startswith(f"progress {chosen['mode']}: ")
-        assert "ms" not in lines[0]
-
-
-def test_nothing_is_measured_or_said_where_there_is_nothing_to_hide(folder: Path) -> None:
-    outcome, run = _train(2, folder, "--steps", "1")
-    chosen = next(line for line in run.metrics() if line["kind"] == "progress")
-    assert chosen["mode"] == "test"
-    assert "there is nothing to hide" in str(chosen["reason"])
-    assert "wire_seconds" not in chosen
-    assert "progress" not in outcome.stdout
+@pytest.mark.parametrize(
+    ("mode", "lines"), [("test", []), ("none", ["progress none: messages move by themselves while layers compute"])]
+)
+def test_the_way_of_progress_is_recorded_and_reported_unless_it_is_the_default(folder: Path, mode: str, lines: list[str]) -> None:
+    outcome, run = _train(2, folder, f"progress={mode}", "--steps", "1")
+    assert next(line for line in run.metrics() if line["kind"] == "progress")["mode"] == mode
+    assert [line for line in outcome.stdout.splitlines() if line.startswith("progress")] == lines
 
 
 @pytest.mark.parametrize("ranks", [0, 3])

@@ -116,7 +116,7 @@ config show: file => file:1: This is not valid YAML
 config check: nowhere.yaml => nowhere.yaml: Cannot read the configuration
 config check: bytes => is not valid UTF-8
 config check: CONFIG backend=onednn precision=tf32 => precision is tf32, which only backend cuda supports
-config check: CONFIG backend=cuda progress=posting => progress is posting, but backend cuda enqueues kernels
+config check: CONFIG backend=cuda progress=thread => progress is thread, but backend cuda enqueues kernels
 config check: CONFIG dtype=float16 => dtype is float16, but must be 'float32' or 'float64'.
 config copy: nowhere => nowhere
 config copy: quickstart --to file/x => file

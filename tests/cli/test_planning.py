@@ -18,7 +18,6 @@ from click.testing import CliRunner, Result
 
 from hpctrain.cli.main import cli
 from hpctrain.cli.plan import Factor, RankSeries, SlowRank, slow_ranks
-from hpctrain.comm.progress_mode import ProgressMode
 from hpctrain.config.checks import check_names
 from hpctrain.config.load import load
 from hpctrain.core.errors import ConfigError
@@ -26,7 +25,6 @@ from hpctrain.data.writer import write_data_file
 from hpctrain.planner.costs import machine_file
 from hpctrain.planner.costs.operator_times import processor_model
 from hpctrain.planner.planned_run import prepare
-from hpctrain.planner.search.search_space import progress_of
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -393,12 +391,6 @@ def test_what_cannot_be_simulated_is_one_sentence(arguments: tuple[str, ...], se
     assert sentence in result.stderr
     assert len(result.stderr.splitlines()) == 1
     assert result.stdout == ""
-
-
-@pytest.mark.parametrize(("configured", "simulated"), [("auto", "test"), *((mode, mode) for mode in ProgressMode)])
-def test_the_configured_progress_is_simulated(configured: str, simulated: str) -> None:
-    config, _ = load(SIMULATED[0], (f"progress={configured}",))
-    assert progress_of(config) == simulated
 
 
 @pytest.mark.parametrize(

@@ -190,7 +190,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], list[str], str]] = {
         ["averager.name=sparse", "transport=nccl"],
         "transport is nccl, but averager sparse chooses the elements to send",
     ),
-    "a thread for messages": ({"ranks": 2}, ["progress=posting"], "progress is posting, but backend cuda enqueues"),
+    "a thread for messages": ({"ranks": 2}, ["progress=thread"], "progress is thread, but backend cuda enqueues"),
     "rounded parameters": (
         {"ranks": 2},
         ["averager.name=sharded", "averager.wire_parameters=bfloat16"],

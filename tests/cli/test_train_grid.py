@@ -102,7 +102,7 @@ def test_local_statistics_are_those_of_a_split_group(folder: Path) -> None:
 @pytest.mark.slow
 def test_a_run_says_its_grid_traces_all_groups_and_is_evaluated_on_another(job: Start, folder: Path) -> None:
     """Over a real MPI."""
-    trained = hpctrain(4, folder, "train", *MIXED, "trace=true", "progress=auto", start=job)
+    trained = hpctrain(4, folder, "train", *MIXED, "trace=true", start=job)
     assert "4 ranks as 2 x 2: batch, stage1.* domain, stage2.* model, classifier.* model," in trained.stdout
     assert "2,957 parameters" in trained.stdout
     table = json.loads((newest_run(folder).path / "time_table.json").read_text())

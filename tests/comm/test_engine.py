@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import threading
 from pathlib import Path
 
 import pytest
@@ -484,26 +483,6 @@ def test_an_error_in_a_start_leaves_the_account_whole() -> None:
         with pytest.raises(OSError, match="wire"):
             engine.queue(SingleCommunicator()).post(fail, "failing")
         assert _nanoseconds(engine) == 3 * times
-
-
-def test_a_second_thread_has_its_own_sum() -> None:
-    clock = _Clock()
-    account = MessageAccount(clock_ns=clock)
-
-    def in_thread() -> None:
-        account.second_thread(threading.get_ident())
-        account.begin()
-        clock.now += 40
-        account.updated(clock.now - 30, clock.now)
-        account.end()
-
-    account.begin()
-    clock.now += 5
-    thread = threading.Thread(target=in_thread)
-    thread.start()
-    thread.join()
-    account.end()
-    assert (account.seconds, account.thread_seconds) == (pytest.approx(45e-9), pytest.approx(10e-9))
 
 
 def test_a_posting_that_waits_for_the_next_look_is_recorded_as_late_at_most_since_the_last_one() -> None:

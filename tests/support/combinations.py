@@ -53,7 +53,6 @@ from tests.support.dimensions import (
     task_of,
     value_of,
 )
-from tests.support.interleaved_thread import InterleavedThread
 from tests.support.interrupted import Course, PartOfRun, PartOutcome, RunOutcome, by_epoch, other_order_from, run_whole
 from tests.support.one_rank import Groups, groups_of, one_group, train_alone
 from tests.support.pairwise import Draw, draw
@@ -69,7 +68,6 @@ _AMPLIFICATION = 2
 _DIVIDING = ("adam", "adamw", "lamb")
 #: with these values a training has no thread, no order by measured times, and messages that come at once
 _HIDES_NOTHING = {
-    "posting": "program",
     "replan": "no",
     "window": "default",
     "hides": "no",
@@ -187,10 +185,7 @@ def _on_ranks(row: Row, program: Callable[[ThreadCommunicator, ProgressEngine], 
     """A program on the ranks of a combination, by rank."""
 
     def with_engine(comm: ThreadCommunicator) -> T:
-        seed = zlib.crc32(line(row).encode()) + comm.rank
-        engine = virtual_engine(comm, make_thread=partial(InterleavedThread, seed=seed))
-        if value_of(row, "posting"):
-            engine.start_thread(posts=True)
+        engine = virtual_engine(comm)
         ranks: Any = ViewingCommunicator(comm) if value_of(row, "transport") == "mpi" else comm
         return program(ranks, engine)
 

@@ -22,7 +22,7 @@ from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
 from hpctrain.backend.operators import KernelSet
 from hpctrain.backend.specs import BatchNormSpec, TensorSpec, parameter_dtype
 from hpctrain.comm.groups import coordinates
-from hpctrain.config.checks import host_choice_fault, mixing_fault, progress_fault, transport_fault, wire_fault
+from hpctrain.config.checks import host_choice_fault, mixing_fault, transport_fault, wire_fault
 from hpctrain.config.grid import check_batch
 from hpctrain.config.images import check_image_shapes
 from hpctrain.config.schema import Config, MixingConfig
@@ -146,7 +146,6 @@ DIMENSIONS: Mapping[str, Mapping[str, Any]] = {
         "rollback-late": ("rollback", 2),
     },
     "messages": {"prompt": False, "adversarial": True},
-    "posting": {"program": False, "thread": True},
     "checks": {  # in each step of all there is, or of parts in turn
         "none": CheckCadence(),
         "every-step": CheckCadence(1, 1),
@@ -489,7 +488,7 @@ def _refused_device(row: Row) -> str | None:
     wire = value_of(row, "wire_parameters")
     if wire is not None and ranks > 1:
         return wire_fault(wire)
-    return progress_fault("posting") if value_of(row, "posting") and ranks > 1 else None
+    return None
 
 
 @cache

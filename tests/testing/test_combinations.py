@@ -28,7 +28,7 @@ MOST_SECONDS, MOST_SECONDS_TOGETHER = 5.0, 40.0
 ALWAYS = (
     "averager=sharded grid=2x2 plan=model nodes=of-3",
     "averager=sharded grid=1x3 net=residual wire=bfloat16 wire_parameters=bfloat16",
-    "averager=sparse sparse=third grid=1x3 nodes=of-1 posting=thread messages=adversarial",
+    "averager=sparse sparse=third grid=1x3 nodes=of-1 messages=adversarial",
     "averager=lazy lazy=all-layers end=kill checkpoint=sharded-background",
     "averager=overlap grid=2x2 plan=mixed device=emulated",
     "averager=sharded grid=2x2 plan=mixed net=residual batch=3 wire_parameters=float16 end=kill hashes=every-step",

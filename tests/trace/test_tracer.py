@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hpctrain.trace import time_table
 from hpctrain.trace.chrome import MESSAGES, ChromeTrace, last_steps
 from hpctrain.trace.time_table import Intervals
-from hpctrain.trace.tracer import Category, Tracer, capacity_for, joined
+from hpctrain.trace.tracer import Category, Tracer, capacity_for
 from tests.support.runs import trace_events
 from tests.support.sampling import amount
 
@@ -70,22 +70,6 @@ def test_recording_keeps_no_memory() -> None:
 def test_a_jobs_events_fit_into_one_file(ranks: int) -> None:
     assert 1 << 14 <= capacity_for(ranks) <= 1 << 18
     assert capacity_for(ranks) * ranks <= max(1 << 21, ranks << 14)
-
-
-def test_events_of_two_processes_of_work_are_joined_with_their_names() -> None:
-    first, second = Tracer(4), Tracer(4)
-    first.add(Category.FORWARD, "conv", 1, 2)
-    first.add(Category.COMMUNICATION, "fc", 2, 3, "row", 7)
-    second.add(Category.THREAD, "fc", 5, 6, "posting thread")
-    second.add(Category.COMMUNICATION, "new", 6, 8, "row", 8)
-    events = joined(first.events(), second.events())
-    rows = zip(events.category, events.name, events.track, events.number, events.start_ns, events.stop_ns, strict=True)
-    assert [(kind, events.names[name], events.tracks[track], *more) for kind, name, track, *more in rows] == [
-        (Category.FORWARD, "conv", "", 0, 1, 2),
-        (Category.COMMUNICATION, "fc", "row", 7, 2, 3),
-        (Category.THREAD, "fc", "posting thread", 0, 5, 6),
-        (Category.COMMUNICATION, "new", "row", 8, 6, 8),
-    ]
 
 
 SPAN = 60

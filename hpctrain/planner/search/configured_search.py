@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from hpctrain.comm.progress_mode import ProgressMode
 from hpctrain.config.load import dump, flow
 from hpctrain.config.schema import AveragerConfig, Config, GridConfig, PlanConfig
 from hpctrain.core.errors import ConfigError, HpctrainError
@@ -31,7 +32,7 @@ from hpctrain.planner.job import Candidate
 from hpctrain.planner.planned_run import Image, PlannedRun, prepare
 from hpctrain.planner.program.step_program import predict
 from hpctrain.planner.search.search import UNCERTAIN_SHARE, SearchResult, search, short_seconds
-from hpctrain.planner.search.search_space import configured_space, kept_sections, progress_of
+from hpctrain.planner.search.search_space import configured_space, kept_sections
 from hpctrain.planner.simulation.tasks import Prediction, SimulationOptions
 from hpctrain.storage.atomic_write import replacing, write_bytes
 from hpctrain.trace.chrome import ChromeTrace
@@ -445,7 +446,7 @@ def ranks_advice(task: PlannedRun, machine: Machine, image: Image | None = None,
     machine = machine.with_threads(configured_threads(task.config))
     open_columns = task.config.grid.model_copy(update={"cols": None})
     config = task.config.model_copy(update={"grid": open_columns})
-    options = SimulationOptions(progress=progress_of(config))
+    options = SimulationOptions(progress=ProgressMode(config.progress))
     seconds = {}
     for ranks in (here // 2, here, 2 * here):
         with contextlib.suppress(HpctrainError):

@@ -94,7 +94,7 @@ def configured_space(config: Config, ranks: int, keep: Collection[str], kernels:
         tiles=plan.tiles,
         fixed_averager=AveragerChoice(config.averager.name, config.averager.options) if "averager" in keep else None,
         fixed_micro_batches=config.micro_batches if "micro_batches" in keep else None,
-        options=SimulationOptions(progress=progress_of(config)),
+        options=SimulationOptions(progress=ProgressMode(config.progress)),
     )
 
 
@@ -104,11 +104,6 @@ def open_grid(ranks: int, kernels: KernelSet) -> tuple[int, int] | None:
     On devices, split layers exchange through host memory, and the predictions do not include the cost of these copies.
     """
     return None if kernels.arithmetic.on_host else (1, ranks)
-
-
-def progress_of(config: Config) -> ProgressMode:
-    """Return the mode of progress for simulations: the configured mode, or `test` if a run would choose it by a measurement."""
-    return ProgressMode.TEST if config.progress == "auto" else ProgressMode(config.progress)
 
 
 def grid_shapes(space: SearchSpace, graph: Graph, ranks: int, batch: int) -> tuple[tuple[int, int], ...]:

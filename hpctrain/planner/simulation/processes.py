@@ -246,28 +246,19 @@ class SimulatedProcess:
         self._attention.end_wait(_tests(self._flying))
 
     def _poll_from_thread(self) -> None:
-        """Poll from the progress thread: messages move and next stages begin. Operations complete only if the thread posts."""
+        """Poll from the progress thread: messages move and next stages begin. Operations do not complete."""
         self._thread_due = False
         self._attention.poll(_tests(self._flying))
         if self._attention.attends:
             return
-        posts = self._progress is ProgressMode.POSTING
-        while True:
-            shares = [share for share in self._unseen if posts or not share.is_last]
+        while shares := [share for share in self._unseen if not share.is_last]:
             self._unseen = [share for share in self._unseen if share not in shares]
             for share in sorted(shares, key=_position):
-                self._attention.owes(share.cpu_seconds)
+                self._attention.owes(share.cpu_seconds)  # the program pays for this time of the core at its next poll
                 _complete(share, self._flying, self.recorder, self._loop.now)
-            queue = next((queue for queue in self.queues if queue.startable), None) if posts else None
-            if queue is not None:  # the program pays for this time of the core at its next poll
-                task, posted = queue.take()
-                self._attention.owes(task.prepare_seconds + task.update_seconds)
-                self.post(self.group_of[queue], posted, task.stages)
-            elif not shares:
-                return
 
     def _expect_thread(self) -> None:
-        if self._progress.has_thread and not self._thread_due:
+        if self._progress is ProgressMode.THREAD and not self._thread_due:
             self._thread_due = True
             passes = math.floor(self._loop.now / INTERVAL_SECONDS * (1 + 1e-12)) + 1
             self._loop.at(passes * INTERVAL_SECONDS, self._poll_from_thread)

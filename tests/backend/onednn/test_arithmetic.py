@@ -238,7 +238,6 @@ def test_a_thread_that_moves_messages_computes_alone(onednn: OnednnKernelSet) ->
     with openmp_threads(2):
         thread = ProgressThread(lambda: sizes.append(team.size), contextlib.nullcontext())
         with thread:
-            thread.wake()
             while not sizes:
                 pass
         thread.close()

@@ -143,9 +143,7 @@ def test_the_cores_time_of_messages_comes_on_top_of_work() -> None:
     assert _now(_run(body, unattended=10)) == pytest.approx(5.5)
 
 
-@pytest.mark.parametrize(
-    ("mode", "end"), [(ProgressMode.TEST, 4.0 + 2.0), (ProgressMode.THREAD, 4.0), (ProgressMode.POSTING, 4.0)]
-)
+@pytest.mark.parametrize(("mode", "end"), [(ProgressMode.TEST, 4.0 + 2.0), (ProgressMode.THREAD, 4.0)])
 def test_stages_follow_at_polls_or_by_the_thread(mode: ProgressMode, end: float) -> None:
     def body(process: SimulatedProcess) -> Stretch:
         posted = _post(process, _stage(1.0), _stage(2.0))
