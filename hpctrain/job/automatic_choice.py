@@ -30,10 +30,7 @@ class PredictedStep:
     """Predicted time of a step.
 
     Attributes:
-        seconds: duration of a step.
-        exposed_seconds: time of a step spent waiting for messages.
         measured_share: share of the compute time that is based on measured operators, in [0, 1].
-        machine: name of the machine model.
         machine_digest: hash of all numbers of the machine model.
     """
 
@@ -50,7 +47,6 @@ class AutomaticChoice:
 
     Attributes:
         sections: section ("grid", "plan", "averager") -> its values as plain data, as in a configuration.
-        ranks: number of ranks for which the choice was made.
         model_digest: hash of the model's layers and parameters.
         prediction: predicted time of a step with the chosen values.
         next_best: description of the second-best candidate, including its predicted step time; empty if there was none.
@@ -74,7 +70,6 @@ class AutomaticChoice:
         """Return the choice stored by `to_meta`.
 
         Args:
-            meta: stored values.
             place: path of the file with the values, for messages.
 
         Raises:
@@ -134,7 +129,6 @@ class Resolved:
     """Configuration without open sections, the same on every rank.
 
     Attributes:
-        config: configuration.
         choice: choice that was applied; None if no section was open.
         machine: machine model that was measured for the choice; None if none was measured.
         lines: lines that report the choice.

@@ -132,7 +132,6 @@ def opened_file(key: str, file: ImageFile) -> Subject:
 
     Args:
         key: key of the configuration, or a description of the file.
-        file: open data file.
     """
     facts, remedy = compared_facts(file), f"give all nodes the same {file.path}"
     return Subject(f"another {key}", remedy, facts, _data_words, partial=True, error=DataError)

@@ -37,8 +37,6 @@ class StartedJob:
     """Ranks of a started job before it has a grid.
 
     Attributes:
-        world: all ranks.
-        threads: number of threads per rank.
         deadline_seconds: maximum time that a rank waits for other ranks.
     """
 
@@ -122,12 +120,7 @@ def busy_node(world: Communicator, load: NodeLoad | None) -> str:
 
 
 def oversubscribed(node: Communicator, world: Communicator, threads: int) -> bool:
-    """Return whether the ranks of any node together have more threads than available cores. Collective over `world`.
-
-    Args:
-        node: ranks of this rank's node.
-        threads: number of threads of this rank.
-    """
+    """Return whether the ranks of any node together have more threads than available cores. Collective over `world`."""
     of_node = node.allgather_object((frozenset(os.sched_getaffinity(0)), threads))
     cores = usable_cores(frozenset().union(*(mask for mask, _ in of_node)))
     return any(world.allgather_object(sum(count for _, count in of_node) > cores))
@@ -140,10 +133,7 @@ class StartedRank:
     Attributes:
         launcher: launcher that has started the process.
         threads: plan of its threads.
-        world: all ranks.
         grid: place of this rank on the grid.
-        groups: communicators of the grid, one for each use.
-        progress: progress engine of the process.
     """
 
     launcher: Launcher

@@ -55,13 +55,10 @@ class StepParts:
     """Parts of a step's duration. All parts add up to it.
 
     Attributes:
-        seconds: duration of a step.
         steps: number of steps that were measured.
         compute_seconds: operators, loss, checks and updates; None: not known separately, and contained in `python_seconds`.
         python_seconds: the program's work between operators, outside of messages.
         messages_seconds: posting and progress of messages, outside of waits.
-        exposed_seconds: waits for messages.
-        data_seconds: waits for data.
         core_seconds: time in which the program could run, but other threads or processes had its core.
         others_seconds: processor time of the rank's other threads, such as the loader's; not part of the sum.
     """
@@ -140,11 +137,7 @@ def accuracy(predicted_seconds: float, measured_seconds: float) -> float:
 
 
 def step_lines(measured: StepParts, predicted: PredictedStep | None = None, reason: str = "") -> list[str]:
-    """Return the lines of the account. Parts that round to 0 are omitted.
-
-    Args:
-        reason: why the prediction is wrong.
-    """
+    """Return the lines of the account. Parts that round to 0 are omitted."""
     digits = decimals(measured.seconds)
     compute = measured.compute_seconds
     parts = {
@@ -211,7 +204,6 @@ def step_facts(measured: StepParts, step: int, predicted: PredictedStep | None =
 
     Args:
         step: global step at the end of the run.
-        reason: why the prediction is wrong.
     """
     account: dict[str, object] = {
         "step": step,
@@ -246,9 +238,7 @@ class PeakMemory:
     It includes shared memory that a rank has touched, and pages of files that it has mapped and read.
 
     Attributes:
-        most_bytes: maximum over the ranks.
         rank: lowest rank with the maximum.
-        mean_bytes: mean over the ranks.
         device_bytes: maximum memory in use on the GPU of a rank, at the end; None if ranks compute on the processor.
         pinned: pinned memory of the rank that has most of it; None if ranks compute on the processor.
     """
@@ -321,11 +311,9 @@ class WaitsOfRanks:
     """Waits for data, summed over steps.
 
     Attributes:
-        steps: number of steps.
         seconds: duration of the steps, mean over ranks.
         waited_seconds: waits for data in the steps, mean over ranks.
         most_waited_seconds: waits of the rank that waited longest.
-        rank: world rank that waited longest.
     """
 
     steps: int = 0
@@ -423,11 +411,7 @@ _WORDS: Mapping[str, str] = {
 
 
 class ReadReport(Observer):
-    """Reports how many samples a run has read, and from which source. Its methods are collective.
-
-    Args:
-        reporter: reporter of this rank.
-    """
+    """Reports how many samples a run has read, and from which source. Its methods are collective."""
 
     def __init__(self, session: Session, setup: TrainingSetup, reporter: Reporter) -> None:
         self._world, self._reporter, self._cache = session.world, reporter, setup.cache

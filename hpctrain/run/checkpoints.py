@@ -66,8 +66,6 @@ class StepEvaluation:
     """Means over the evaluated set after a training step.
 
     Attributes:
-        step: global step.
-        epoch: number of finished epochs.
         loss, top1, top5: loss, and accuracies as fractions; None if not finite.
         ema_loss, ema_top1, ema_top5: the same measures of the averaged weights; None if not finite or not evaluated.
     """
@@ -166,8 +164,6 @@ class BestCheckpoint:
     """Keeps the best checkpoint of a run, on the rank that writes files. Does not communicate.
 
     Args:
-        directory: directory of checkpoints.
-        reporter: reporter of warnings about lost checkpoints.
         evaluated: split that is evaluated, "validation" or "test".
     """
 
@@ -222,8 +218,6 @@ class BestCheckpoint:
 
         Args:
             start: checkpoint to resume from, already verified.
-            meta: metadata of that checkpoint.
-            changed: keys of the configuration that have changed.
             evaluates: whether the run first evaluates the checkpoint itself, which was written before its evaluation. The best
                 checkpoint is then verified after that evaluation, as it may rightly have been deleted.
         """
@@ -462,7 +456,6 @@ def one_file(
     """Return a checkpoint as a single file, written by rank 0. Collective; the replica must be drained.
 
     Args:
-        meta: additional metadata.
         written: callback on rank 0 after the checkpoint is written.
         prepare: callback on each rank that writes, before it writes.
         copied: whether tensors are copied, so that training may continue during the write.
@@ -487,11 +480,7 @@ def shards(
     written: Callable[[], None] = _nothing,
     prepare: Callable[[], None] = _nothing,
 ) -> Writing:
-    """Return a checkpoint as a directory: a shard per rank, and a manifest that rank 0 writes once all shards exist. Collective.
-
-    Args:
-        meta, written, prepare: as for `one_file`.
-    """
+    """Return a checkpoint as a directory: a shard per rank, and a manifest that rank 0 writes after all shards. Collective."""
     rank = world.rank
     growing: Path = world.broadcast_object(unfinished(path, secrets.token_hex(4)))
     parts, whole_meta = replica.own_parts(position, meta)
@@ -517,7 +506,6 @@ class Rollback:
 
     Args:
         directory: directory of the run, which has a checkpoint from its first step on.
-        reporter: reporter of a line and a record per rollback.
         checkpoints: checkpoints of the run; one in progress is completed first.
         most: maximum number of rollbacks to one checkpoint.
     """
@@ -538,9 +526,6 @@ class Rollback:
 
     def __call__(self, error: DivergedError, position: Position) -> Position:
         """Restore the newest checkpoint and return its position, with a new order of samples.
-
-        Args:
-            position: position at which the error was raised.
 
         Raises:
             DivergedError: the run has returned to this checkpoint too often.

@@ -55,9 +55,6 @@ def set_policy(session: Session, images: Images) -> None:
 def check_skip(config: Config, split_size: int) -> None:
     """Raise if samples may be skipped although ranks share samples.
 
-    Args:
-        split_size: number of ranks that share samples.
-
     Raises:
         ConfigError: `data.on_unreadable` is "skip" and `split_size` is greater than 1.
     """
@@ -69,12 +66,7 @@ def check_skip(config: Config, split_size: int) -> None:
 
 
 class UnreadableReport:
-    """Reports samples that were replaced on any rank because they are unreadable. No effect unless samples may be skipped.
-
-    Args:
-        files: data files that are read.
-        reporter: reporter of this rank.
-    """
+    """Reports samples that were replaced on any rank because they are unreadable. No effect unless samples may be skipped."""
 
     def __init__(self, session: Session, files: Sequence[ImageFile], reporter: Reporter) -> None:
         self._world, self._reporter = session.world, reporter

@@ -47,10 +47,8 @@ class ModelWeights:
     """A model and its weights.
 
     Attributes:
-        model: model that the weights belong to.
         image_shape: input shape (H, W, C); None if unknown.
         state: tensors in torchvision's names, layouts and order, with counters of batch norms if the source has them.
-        metadata: metadata for a file of these weights.
     """
 
     model: Layer

@@ -82,9 +82,6 @@ def fitting_schedule(
 ) -> CollectiveSchedule:
     """Return the schedule stored under `key`.
 
-    Args:
-        source: origin of the schedules, for messages.
-
     Raises:
         ConfigError: there is no such schedule, or it does not fit the strategy.
     """
@@ -214,10 +211,6 @@ def check_same_record(world: Communicator, present: Mapping[str, str]) -> None:
 
 def check_kept_record(world: Communicator, meta: Mapping[str, Any], present: Mapping[str, str], place: str) -> None:
     """Check that the reproducibility record equals the checkpoint's. Collective.
-
-    Args:
-        meta: metadata of the checkpoint of a run with `exact`.
-        place: path of the checkpoint, for messages.
 
     Raises:
         CheckpointError: a value differs from the checkpoint's or is missing there; on every rank.

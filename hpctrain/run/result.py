@@ -79,10 +79,6 @@ def history(records: Iterable[Mapping[str, Any]]) -> list[EpochValues]:
 class EpochCallback:
     """Callback that calls a function of the program on rank 0. A true result or an exception ends the training on all ranks.
 
-    Args:
-        session: session of the run.
-        function: function that receives the values of an epoch and returns whether to end the training.
-
     Attributes:
         ended: whether the function has requested the end of the training.
     """

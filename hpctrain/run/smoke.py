@@ -45,8 +45,6 @@ class RecipeImages:
     """Images for which a configuration is made.
 
     Attributes:
-        shape: stored shape (H, W, C).
-        classes: number of classes.
         notes: sentences on missing files, and on what is assumed instead.
     """
 

@@ -64,8 +64,6 @@ class GradientExchange:
 
     Attributes:
         payload_bytes: bytes of the gradients.
-        seconds: wall time until both operations are complete.
-        cpu_seconds: processor time of the process.
     """
 
     payload_bytes: int
@@ -150,7 +148,6 @@ class RankTrace:
     """Trace of one rank, as sent to rank 0.
 
     Attributes:
-        events: events with times on rank 0's clock.
         error_ns: maximum error of these times.
         groups: groups of the queues, as in `Postings`.
         table: time table of the rank; None if no whole step was recorded.

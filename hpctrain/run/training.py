@@ -67,7 +67,6 @@ class MaxTime:
 
     Attributes:
         limit: time limit as the trainer checks it.
-        name: name of the limit, for messages.
         sentence: sentence on the limit, reported at the start of the run; "" if there is no limit.
     """
 
@@ -115,7 +114,6 @@ class StopReason:
     """Signal or limit that ended a run.
 
     Attributes:
-        name: name of the signal or the limit.
         ranks: ranks that received the signal; () if all did.
     """
 
@@ -233,8 +231,6 @@ class RunEnd:
     """End of a run.
 
     Attributes:
-        directory: directory of the run.
-        outcome: result of the training loop.
         reason: signal or time limit that ended the run early, after a checkpoint was written; None: neither did.
     """
 

@@ -23,8 +23,6 @@ class RunTraces:
     Only file names and flight records are read.
 
     Args:
-        output: output directory of the configuration.
-        name: name of the run in the configuration.
         supervisor: identifier of the `hpctrain run` process that starts the attempts.
     """
 

@@ -23,7 +23,6 @@ class ComparedSetting:
     """Values of one key of the configuration or of the versions in several runs.
 
     Attributes:
-        key: dotted key.
         values: value of the key in each run; `ABSENT` if the run lacks the key.
     """
 
@@ -55,7 +54,6 @@ class SameBits:
     """Bitwise comparison of a run with the first run, by hashes or by the tensors of checkpoints.
 
     Args:
-        run: index of the run.
         step: first step at which both are known to differ, or the latest common step if they never differ; None: there is no
             common step.
         different: keys of tensors that differ at `step` or that only one run has, parameters first.

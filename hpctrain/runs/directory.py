@@ -344,7 +344,6 @@ class StoredCheckpoint:
     Attributes:
         step: step in its name.
         path: file, or directory of shards.
-        n_bytes: size of all its files.
         written: time of the last write, in seconds of the wall clock.
         version: value that changes whenever the checkpoint is written again.
     """
@@ -479,9 +478,7 @@ class ListedRun:
     """Run in an output directory, which may be unreadable.
 
     Attributes:
-        path: its directory.
         name: name in its configuration; None if it is unknown.
-        marker: its marker; None if it cannot be read.
         fault: why the run cannot be read, or cannot be distinguished from its copies; None if it can.
     """
 
@@ -616,11 +613,7 @@ def choice_note(output: Path, chosen: Path) -> str:
 
 
 def run_of_checkpoint(path: Path, meta: Mapping[str, object]) -> RunDirectory | None:
-    """Return the run of the checkpoint `path`; None if it is in no run directory, or in the directory of another run.
-
-    Args:
-        meta: metadata of the checkpoint.
-    """
+    """Return the run of the checkpoint `path`; None if it is in no run directory, or in the directory of another run."""
     for place in (path, path.absolute(), path.resolve()):
         run = RunDirectory(place.parent.parent)
         if place.parent.name == run.checkpoints.name and is_run(run.path):
@@ -672,8 +665,6 @@ class BestRecord:
 
     Args:
         checkpoint: name of the file or directory.
-        step: number of steps done.
-        epoch: number of epochs trained.
         measure: metric of the comparison, "top1", "top5" or "loss", with the prefix "ema_" for averaged weights.
         value: value of the metric; accuracies are fractions.
     """

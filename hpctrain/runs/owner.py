@@ -141,13 +141,9 @@ class Owner:
     """Owner of a run, as described by its record.
 
     Args:
-        number: number of the record.
         token: text unique to this owner.
         mark: unique identifier of its process.
-        host: name of its host.
         since: time at which it became the owner, in UTC.
-        command: command that it runs.
-        job: scheduler job that it belongs to.
         supervisor: mark of the process of `hpctrain run` that started it; "" if none did.
     """
 
@@ -171,8 +167,6 @@ class _Record:
     """Contents of a record.
 
     Attributes:
-        number: number of the record.
-        text: contents of the file.
         owner: owner; None if the record is damaged.
         released: whether the owner has released the run.
         is_file: whether this is the file that the owner created and not a copy of it.
@@ -218,9 +212,7 @@ class Contender:
     """Process that tries to become the owner of a run.
 
     Args:
-        run: directory of the run.
         command: command that the process runs, for messages of other processes.
-        clock: function that returns seconds.
     """
 
     def __init__(self, run: Path, command: str, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -314,7 +306,6 @@ class Claim:
     """Right of a job to write to a run, as each of its ranks knows it.
 
     Attributes:
-        run: directory of the run.
         owner: contents of the job's record.
     """
 

@@ -44,7 +44,6 @@ class Bookkeeping:
 
         Args:
             what: name of the files for messages, for example "metrics".
-            write: function that writes.
 
         Returns:
             Whether the write succeeded.
@@ -74,8 +73,6 @@ class PatientRecords:
     """Queue of records, written in order as soon as possible.
 
     Args:
-        bookkeeping: bookkeeping that logs failures.
-        what: name of the records for messages.
         append: function that writes one record atomically.
     """
 
@@ -143,7 +140,6 @@ def cut_back(path: Path, epoch: int, step: int, *, evaluates: bool = False, goes
 
     Args:
         epoch: epoch of the next step, counted from 0.
-        step: number of steps done.
         evaluates: whether the position will be evaluated again.
         goes_back: True: a running training rolls back to the position, and its records of earlier rollbacks are kept. False: a
             run resumes there.
@@ -229,7 +225,6 @@ class HashRecord:
     """Hashes of a run's state after `step` steps.
 
     Attributes:
-        step: number of steps done.
         keys: keys of the tensors, as in a checkpoint, parameters first.
         digests: concatenated hashes of the tensors, `DIGITS` hexadecimal digits each.
         whole: one hash of all tensors.

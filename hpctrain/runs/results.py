@@ -33,8 +33,6 @@ class RunRecord:
     """Contents of one run directory.
 
     Args:
-        name: name of the directory.
-        state: state at the time of reading.
         settings: configuration as text, by dotted key.
         versions: versions of the software, including the revision of the source.
         checkpoints: checkpoints, lowest step first.
@@ -152,19 +150,10 @@ class Summary:
 
     Args:
         end: description of how the run ended, or that it continues.
-        epochs: number of completed epochs.
-        steps: number of steps done.
-        ranks: number of ranks of the latest start.
-        hosts: hosts of the latest start.
         evaluated: set of the evaluations during training, "validation" or "test".
-        loss: loss of the latest evaluation, by set.
-        top1: top-1 accuracy of the latest evaluation, by set.
-        top5: top-5 accuracy of the latest evaluation, by set.
         best_top1: highest top-1 accuracy of all evaluations during training.
         best_epoch: epoch of the evaluation with the highest top-1 accuracy.
         images_per_second: median over epochs, or over intervals if no epoch is complete.
-        seconds: training time, without pauses between jobs.
-        step_seconds: measured duration of a step.
         exposed_seconds: time of a step spent waiting for messages.
         predicted_step_seconds: predicted duration of a step; None: the run chose no plan.
         prediction_note: why the prediction is off by more than 15 %, or, in older runs, why there is none; "" otherwise.
@@ -172,9 +161,6 @@ class Summary:
         device_bytes: maximum GPU memory in use over ranks at the latest end.
         data_share: share of the time that steps waited for data, mean over ranks.
         most_data_share: share of the time that steps waited for data on the rank that waited longest in each epoch.
-        model: name of the model.
-        data: path of the training images.
-        batch: global batch.
         optimizer: optimiser with its learning rate and schedule, as text.
     """
 
@@ -379,8 +365,6 @@ class Curve:
     Attributes:
         run: index of the run in the report.
         part: data set of the metric, for example `TRAINING`.
-        xs: positions, in epochs.
-        ys: values.
     """
 
     run: int
@@ -394,8 +378,6 @@ class Panel:
     """Curves that share their axes.
 
     Attributes:
-        key: identifier of the panel.
-        title: title.
         curves: curves of all runs.
         percent: whether values are fractions, to be shown in percent.
     """

@@ -30,7 +30,6 @@ class RunEvent:
 
     Attributes:
         time: seconds of the wall clock.
-        text: description of the event.
     """
 
     time: float
@@ -104,12 +103,9 @@ class RunState:
     """State of a run at an instant.
 
     Args:
-        path: directory of the run.
-        now: seconds of the wall clock.
         records: readable lines of its metrics.
         ranks: flight records of the ranks of the latest start.
         checkpoint: path of the newest checkpoint, which is not opened; None: there is none.
-        checkpoint_age_seconds: time since it was written.
         end: sentence on how the run ended; None: it continues, or its end is unknown.
     """
 
