@@ -188,8 +188,10 @@ def stages(
     ranks = placement.ranks
     if ranks == 1 or n_bytes == 0 or peers == 0:
         return ()
-    if levels is not None and kind in _LEVELLED:
-        return _in_two_levels(machine, kind, n_bytes, placement, levels)
+    if levels is not None and kind in _LEVELLED:  # across nodes, each rank exchanges its share of the node's buffer
+        within = stages(machine, kind, n_bytes, within_nodes(placement, levels.per_node))
+        across = stages(machine, kind, n_bytes / levels.per_node, across_nodes(placement, levels.nodes, levels.per_node))
+        return (*within, *across) if kind is OperationKind.REDUCE_SCATTER else (*across, *within)
     if kind in _ALL_TO_ALLS:
         others = ranks - 1 if peers is None else peers
         piece = n_bytes / ranks if peers is None else n_bytes / peers
@@ -201,19 +203,6 @@ def stages(
     else:
         rounds = _reduce_scatter(n_bytes, ranks)
     return _priced(machine, rounds, placement, spread=levels is not None)
-
-
-def _in_two_levels(
-    machine: Machine, kind: Kind, n_bytes: float, placement: GroupPlacement, levels: Levels
-) -> tuple[CollectiveStage, ...]:
-    """Return the stages of a collective in two levels.
-
-    A reduction runs within nodes first, then across nodes; a gather runs in the reverse order. Across nodes, each rank exchanges
-    its share of the node's buffer.
-    """
-    within = stages(machine, kind, n_bytes, within_nodes(placement, levels.per_node))
-    across = stages(machine, kind, n_bytes / levels.per_node, across_nodes(placement, levels.nodes, levels.per_node))
-    return (*within, *across) if kind is OperationKind.REDUCE_SCATTER else (*across, *within)
 
 
 def within_nodes(placement: GroupPlacement, per_node: int) -> GroupPlacement:

@@ -66,7 +66,8 @@ def move_traffic(operator: Operator, action: Action, *, accumulate: bool = False
         keeps = isinstance(operator, RedistributeOperator) and operator.recomputes_output
         elements = _forward(share, wanted, keeps=keeps)
     elif action is Action.INPUT:
-        elements = _adjoint(share, owned, accumulate=accumulate)
+        zeroed = owned if share.spare and not accumulate else 0  # of the local source, to which received gradients are added
+        elements = 2 * share.receive_size, (2 + accumulate) * _local_size(share) + zeroed, 3 * share.send_size
     elif action is Action.RECOMPUTE:
         _, copying, unpacking = _forward(share, wanted, keeps=False)
         elements = 0, copying, unpacking
@@ -84,16 +85,6 @@ def _forward(share: Transfer, wanted: int, *, keeps: bool) -> tuple[int, int, in
     """
     zeroed = wanted if share.gaps else 0
     return 2 * share.send_size, 2 * _local_size(share) + zeroed, (2 + 2 * keeps) * share.receive_size
-
-
-def _adjoint(share: Transfer, owned: int, *, accumulate: bool) -> tuple[int, int, int]:
-    """Return the elements read and written for packing, copying and unpacking in the adjoint of a move.
-
-    Args:
-        owned: size of the local source, to which received gradients are added.
-    """
-    zeroed = owned if share.spare and not accumulate else 0
-    return 2 * share.receive_size, (2 + accumulate) * _local_size(share) + zeroed, 3 * share.send_size
 
 
 def _local_size(share: Transfer) -> int:
@@ -233,9 +224,13 @@ def work_of(step: PlannedStep, action: Action, memory: StepMemory | None = None)
         return OperatorWork(kind, 0, 0)  # a joint backward counts with the gradients of the parameters
     flops = 0 if spec is None else spec.flops(*(x.plain() for x in operator.inputs))
     if action in _FORWARD:
-        phase, n_bytes = 0, _forward_bytes(step, spec)
+        phase, n_bytes = 0, sum(x.bytes for x in operator.inputs) + operator.output.bytes + _scale_bytes(step, spec)
+        if isinstance(spec, BatchNormSpec):  # read for the moments, and again to normalise; the sum is added in place
+            n_bytes += operator.inputs[0].bytes + (2 * operator.output.bytes if spec.add else 0)
     elif action is Action.PARAMETERS:
-        phase, n_bytes = 1, _parameters_bytes(step, spec, memory)
+        phase, n_bytes = 1, operator.inputs[0].bytes + operator.output.bytes + _scale_bytes(step, spec)
+        if step.joint_backward:  # computes both sums, then the input's gradient
+            n_bytes += _input_bytes(step, spec, memory)
     else:
         phase, n_bytes = 2, _input_bytes(step, spec, memory)
     share, copied_bytes = operator.winograd_shares[phase], operator.copied_bytes[phase]
@@ -244,22 +239,6 @@ def work_of(step: PlannedStep, action: Action, memory: StepMemory | None = None)
     winograd_flops = 0 if share is None else round(flops * share)
     weight_bytes = of_weights - transposed_bytes
     return OperatorWork(kind, flops, n_bytes + of_weights, weight_bytes, transposed_bytes, winograd_flops)
-
-
-def _forward_bytes(step: PlannedStep, spec: Spec | None) -> int:
-    operator = step.operator
-    n_bytes = sum(x.bytes for x in operator.inputs) + operator.output.bytes + _scale_bytes(step, spec)
-    if isinstance(spec, BatchNormSpec):  # read for the moments, and again to normalise; the sum is added in place
-        n_bytes += operator.inputs[0].bytes + (2 * operator.output.bytes if spec.add else 0)
-    return n_bytes
-
-
-def _parameters_bytes(step: PlannedStep, spec: Spec | None, memory: StepMemory | None) -> int:
-    operator = step.operator
-    read = operator.inputs[0].bytes + operator.output.bytes
-    if step.joint_backward:  # computes both sums, then the input's gradient
-        read += _input_bytes(step, spec, memory)
-    return read + _scale_bytes(step, spec)
 
 
 def _input_bytes(step: PlannedStep, spec: Spec | None, memory: StepMemory | None) -> int:

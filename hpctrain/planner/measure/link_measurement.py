@@ -124,14 +124,13 @@ class LinkProbe:
         if self._pair is not None:
             self._seconds([self._gather(sizes[0])], _REPEATS_SHORT, 0.0)  # because connections are made at their first use
         passes: list[list[_Raw]] = []
-        while len(passes) < _MOST_PASSES and self._go_on(begin, len(passes), budget_seconds):
+        while len(passes) < _MOST_PASSES:
+            spent, done = self._progress.now() - begin, len(passes)
+            if not self._all_ranks.broadcast_object(not done or spent * (done + 1) / done < budget_seconds):
+                break
             passes.append(self._pass(sizes, polls, math.inf if passes else begin + budget_seconds))
             sizes = sizes[: len(passes[-1])]
         return [_point([of_pass[k] for of_pass in passes]) for k in range(len(sizes))]
-
-    def _go_on(self, begin: float, passes: int, budget_seconds: float) -> bool:
-        spent = self._progress.now() - begin
-        return bool(self._all_ranks.broadcast_object(not passes or spent * (passes + 1) / passes < budget_seconds))
 
     def _pass(self, sizes: Sequence[int], polls: bool, end: float) -> list[_Raw]:
         """Measure each size; stop early if a size takes too long or the time is up."""

@@ -140,7 +140,12 @@ class TimedProgram:
             shard, value = shards.get(name), first_value(specs[name], name, 0, held)
             kernels.arithmetic.from_host(parameter.data, value if shard is None else value[shard.index])
         self._group.refresh_shadow()
-        self._statistics = FlatStatistics(_statistic_specs(graph), held, arithmetic=kernels.arithmetic)
+        statistics = {
+            name: StatisticSpec((int(getattr(node.spec, "channels", 0)),), _FILL.get(role, 0.0), 0.1)
+            for node in graph.nodes
+            for role, name in node.statistics.items()
+        }
+        self._statistics = FlatStatistics(statistics, held, arithmetic=kernels.arithmetic)
         self.plan = compile_graph(graph, kernels, training=True)
         self._program = Program(
             self.plan,
@@ -240,14 +245,6 @@ def typical(laps: np.ndarray) -> np.ndarray:
     medians: np.ndarray = np.median(laps, axis=0)
     total = float(medians.sum())
     return medians * (float(np.min(laps.sum(axis=1))) / total) if total else medians
-
-
-def _statistic_specs(graph: Graph) -> dict[str, StatisticSpec]:
-    return {
-        name: StatisticSpec((int(getattr(node.spec, "channels", 0)),), _FILL.get(role, 0.0), 0.1)
-        for node in graph.nodes
-        for role, name in node.statistics.items()
-    }
 
 
 def clock_of(threads: int, *, on_host: bool = True) -> Callable[[], float]:
@@ -362,7 +359,9 @@ def ensure_measured(
         agree: function from this rank's decision to continue to the common decision of all ranks.
     """
     begin, done, left = time.perf_counter(), 0, 0
-    for program in _most_unknown_first(job, candidates, times):
+    programs = [program for candidate in candidates for program in rank_programs(job, candidate)]
+    unknown = [_unknown(program, compile_graph(program.graph, job.kernels, training=True), times) for program in programs]
+    for program in (programs[i] for i in sorted(range(len(programs)), key=lambda i: -unknown[i]) if unknown[i]):
         plan = compile_graph(program.graph, job.kernels, training=True)
         if not _unknown(program, plan, times):
             continue
@@ -374,13 +373,6 @@ def ensure_measured(
         _measure(job, program, times, before)
         done += 1
     return Coverage(done, left, time.perf_counter() - begin)
-
-
-def _most_unknown_first(job: Job, candidates: Iterable[Candidate], times: OperatorTimes) -> list[RankProgram]:
-    programs = [program for candidate in candidates for program in rank_programs(job, candidate)]
-    unknown = [_unknown(program, compile_graph(program.graph, job.kernels, training=True), times) for program in programs]
-    order = sorted(range(len(programs)), key=lambda i: -unknown[i])
-    return [programs[i] for i in order if unknown[i]]
 
 
 def _unknown(program: RankProgram, plan: ExecutionPlan, times: OperatorTimes) -> int:

@@ -23,7 +23,7 @@ from hpctrain.data.sampler import counts as counts_over
 from hpctrain.nn.network import ALL, MODEL, Shard, local_spec
 from hpctrain.nn.parameter import GroupLayout, ParameterSpec
 from hpctrain.parallel.parallel_plan import ParallelPlan
-from hpctrain.parallel.partition_graph import PartitionedGraph, partition_graph
+from hpctrain.parallel.partition_graph import partition_graph
 from hpctrain.planner.job import Candidate, Job
 
 _SUMS = (OperationKind.REDUCE_SCATTER, OperationKind.ALLREDUCE)
@@ -196,14 +196,6 @@ def averaging_bytes(schedules: Sequence[GroupSchedule], split_size: int, ranks: 
     return tuple(total.reshape(-1).tolist())
 
 
-def parameter_shards(job: Job, plan: ParallelPlan) -> PartitionedGraph | None:
-    """Return a partitioned graph that contains the parts of split parameters; None if the plan splits none."""
-    if plan.rows == 1:
-        return None
-    # Shards depend only on the plan and the layers, so the numbers of samples are arbitrary.
-    return partition_graph(job.graph_of(1), plan, (1, *(0,) * (plan.rows - 1)))
-
-
 @dataclass(frozen=True)
 class _Kind:
     """Ranks of a split group whose parts of split parameters have equal sizes.
@@ -229,7 +221,9 @@ class _Kind:
 
 
 def _kinds(job: Job, plan: ParallelPlan) -> list[_Kind]:
-    partitioned = parameter_shards(job, plan)
+    # Shards depend only on the plan and the layers, so the numbers of samples are arbitrary.
+    samples = (1, *(0,) * (plan.rows - 1))
+    partitioned = None if plan.rows == 1 else partition_graph(job.graph_of(1), plan, samples)
     intervals = {} if partitioned is None else partitioned.shards()
     split = [intervals.get(name) for name in job.specs]
     ranks_of: dict[tuple[int | None, ...], list[int]] = {}

@@ -144,15 +144,11 @@ def _graphs(job: Job, candidate: Candidate, share: Sequence[int]) -> Iterator[li
     for number in range(parts):
         counts = tuple(size[number] for size in sizes)
         if counts not in known:
-            known[counts] = _graphs_of(job, candidate, counts)
+            graph = job.graph_of(sum(counts))
+            known[counts] = [whole_graph(graph)]
+            if candidate.plan.rows > 1:
+                known[counts] = local_graphs(partition_graph(graph, candidate.plan, counts), range(len(counts)))
         yield known[counts]
-
-
-def _graphs_of(job: Job, candidate: Candidate, counts: tuple[int, ...]) -> list[LocalGraph]:
-    graph = job.graph_of(sum(counts))
-    if candidate.plan.rows == 1:
-        return [whole_graph(graph)]
-    return local_graphs(partition_graph(graph, candidate.plan, counts), range(len(counts)))
 
 
 # Number of batches of a data loader: the one that a step reads, and the next one.

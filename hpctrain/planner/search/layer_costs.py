@@ -146,7 +146,10 @@ class SegmentCosts:
             if steps.passes_back(position):
                 seconds += self._costs.seconds(step, Action.INPUT)
         whole, split = self._parameters(lowering)
-        memory = sum(_kept_bytes(step) for step in steps.steps)
+        memory = 0
+        for step in steps.steps:
+            kept = not (step.is_view or step.in_place or step.recomputes_output)
+            memory += step.operator.saved_bytes + (step.operator.output.bytes if kept else 0)
         return SegmentCost(seconds * self._micro_batches, memory, whole, split, lowering.output)
 
     def _move(self, step: PlannedStep, steps: Steps, position: int, hides: float) -> float:
@@ -297,8 +300,3 @@ def _nameless(node: Node) -> Hashable:
     spec: Any = node.spec
     nameless: Hashable = replace(spec, layer="") if hasattr(spec, "layer") else spec
     return nameless
-
-
-def _kept_bytes(step: PlannedStep) -> int:
-    n_bytes = 0 if step.is_view or step.in_place or step.recomputes_output else step.operator.output.bytes
-    return n_bytes + step.operator.saved_bytes

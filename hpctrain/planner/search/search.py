@@ -192,15 +192,10 @@ class _Bounds:
             if self._shapes[0][0] == 1 and _is_past_the_best(best):
                 break
         for micro_batches in more:
-            for shape in self._shapes_with_micro_batches(estimates):
+            best_plan = min(estimates, key=lambda one: one.seconds).candidate.plan if estimates else None
+            for shape in self._shapes if best_plan is None else ((best_plan.rows, best_plan.cols),):
                 estimates += self._of_shape(shape, micro_batches, estimates)
         return sorted(_distinct(estimates), key=lambda one: one.seconds)
-
-    def _shapes_with_micro_batches(self, estimates: list[Estimate]) -> tuple[tuple[int, int], ...]:
-        if not estimates:
-            return self._shapes
-        best = min(estimates, key=lambda one: one.seconds).candidate.plan
-        return ((best.rows, best.cols),)
 
     def _of_shape(self, shape: tuple[int, int], micro_batches: int, known: Iterable[Estimate]) -> list[Estimate]:
         best: dict[str, float] = {}

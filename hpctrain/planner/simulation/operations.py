@@ -147,7 +147,9 @@ class _Pricing:
         k, gather = operation.slice, operation.kind is OperationKind.ALLGATHER
         prepare = update = 0.0
         if operation.kind is OperationKind.NORMS:
-            prepare = sum(self._finish_seconds(piece) + self._square_seconds(piece) for piece in self._norms[k])
+            for piece in self._norms[k]:  # and squares of owned parameters and gradients
+                square_bytes = _SQUARE_ACCESSES * self._updated(piece) * self._group.item_bytes
+                prepare += self._finish_seconds(piece) + self._costs.memory_seconds(square_bytes)
         elif operation.kind is OperationKind.SPARSE:
             prepare = self._costs.selection_seconds(self._schedule.slices[k].owned_size(0, self._ranks))
         elif gather:
@@ -205,10 +207,6 @@ class _Pricing:
         if piece.sufficient_factors:
             return owned * self._product_seconds.get(piece.parameters[0], 0.0)
         return self._costs.memory_seconds(2 * owned * self._group.item_bytes) if self._ranks > 1 else 0.0
-
-    def _square_seconds(self, piece: Slice) -> float:
-        """Return the time to square owned parameters and gradients."""
-        return self._costs.memory_seconds(_SQUARE_ACCESSES * self._updated(piece) * self._group.item_bytes)
 
 
 @dataclass(frozen=True)
