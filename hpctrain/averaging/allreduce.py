@@ -106,7 +106,8 @@ class AllreduceAverager(GradientAverager):
             name: [k for k, piece in enumerate(slices) if name in piece.parameters] for name in self.group.parameters
         }
         self._segments = [tuple(self.group.segment(name) for name in piece.parameters) for piece in slices]
-        self.read_parts, self.update_parts = (self.group.segments,), self._segments  # updates follow `end_backward`
+        self.update_parts = self._segments
+        self.reads = setup.read_sums((self.group.segments,))  # updates follow `end_backward`
         self._step = self._previous = AllreduceStep(0.0, {})  # before the first step nothing is pending
 
     def begin_step(self, lr: float, counts: Sequence[int] | None = None) -> None:

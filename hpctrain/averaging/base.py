@@ -14,7 +14,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
@@ -99,6 +98,7 @@ class AveragerSetup:
         shared: state shared by the strategy's averagers of all groups (`Strategy.shared`).
         transport: transport of arrays on a device; unused for arrays on the host.
         gradients: gradients of this rank's shards, which are summed in the order of the shards; None: the rank has one gradient.
+        watched: whether ranks compare the parameters that steps read, and owners the values that they write.
     """
 
     group: FlatGroup
@@ -109,6 +109,17 @@ class AveragerSetup:
     shared: Any = None
     transport: Transport = "staged"
     gradients: ShardGradients | None = None
+    watched: bool = False
+
+    def read_sums(self, parts: Sequence[Sequence[Segment]], owned: Sequence[Segment] = ()) -> ReadSums | None:
+        """Return sums of the parameters that a step reads; None if they are not watched or no other rank has them.
+
+        Args:
+            parts: parts of the parameters that are written together.
+            owned: segments that only this rank updates. Of two ranks that differ, the owner is right; more have a majority.
+        """
+        ranks = self.comm.size if self.watched else 1
+        return None if ranks == 1 else ReadSums(self.group, parts, owned if ranks == 2 else ())
 
     def own_norms(self, parts: Iterable[Interval]) -> Norms | None:
         """Return norms of this group; None if its optimiser needs none or the network has several groups.
@@ -156,13 +167,10 @@ class GradientAverager(ABC):
         gradients: gradients of this rank's shards, which passes accumulate; None: passes are added one after another.
         gather_parameters: callable that copies the owners' exact parameters to all ranks. Collective, while nothing is queued.
             None: every rank updates all parameters.
-        reads: sums over the parameters that a step reads; None: not requested.
-        read_parts: parts of the parameters that are written together; empty if it is unknown what a step has read. Ranks with a
-            copy must hold the same bits from `before_forward` until the last operator of backward is done. If a part is written
-            before `end_backward` is called, the averager takes its sums from `reads` before the write.
+        reads: sums of the parameters that a step reads (`AveragerSetup.read_sums`); None: not watched, or it is unknown what a
+            step has read. Ranks with a copy must hold the same bits from `before_forward` until the last operator of backward is
+            done. If a part is written before `end_backward` is called, the averager sums it before the write.
         update_parts: owned segments of each optimiser update, the same in every step; empty if they are unknown.
-        complete_parameters: callable that waits until all parameters hold the values of this step, including parameters that its
-            forward did not use.
         rounded: exact values and rounding errors of the parameters that this rank owns, if parameters travel in 16 bits; else
             None.
         counted: callable that returns owned segments, with views of their state (1-D, by name) without gradients that are kept
@@ -188,9 +196,7 @@ class GradientAverager(ABC):
         self._state_of: Callable[[Segment], dict[str, Array]] = setup.optimizer.state
         self.gather_parameters: Callable[[], None] | None = None
         self.reads: ReadSums | None = None
-        self.read_parts: Sequence[Sequence[Segment]] = ()
         self.update_parts: Sequence[Sequence[Segment]] = ()
-        self.complete_parameters: Callable[[], None] = partial(self.before_forward, tuple(self.group.parameters.values()))
         self.rounded: RoundedParameters | None = None
         self.counted: Callable[[], Sequence[tuple[Segment, dict[str, Array]]]] | None = None
 
@@ -244,6 +250,10 @@ class GradientAverager(ABC):
     @abstractmethod
     def before_forward(self, parameters: Sequence[Parameter]) -> None:
         """Wait until these parameters hold the values of this step. Forward must not read them earlier."""
+
+    def complete_parameters(self) -> None:
+        """Wait until all parameters hold the values of this step, including parameters that its forward did not use."""
+        self.before_forward(tuple(self.group.parameters.values()))
 
     @abstractmethod
     def drain(self) -> None:

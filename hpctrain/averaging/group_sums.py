@@ -1,4 +1,4 @@
-"""Sums over the arrays of parameter groups: gradients of shards, squared norms, and checksums of the parameters of a step.
+"""Sums over the arrays of parameter groups: gradients of shards, squared norms, and words of the parameters of a step.
 
 `ShardGradients` sums the gradients of a rank's shards in the order of a tree, so that sums do not depend on the number of ranks.
 
@@ -12,21 +12,21 @@ of `NORM_BLOCK` in the flat buffers are one term, which one rank sums alone; par
 parameter are added in a tree (`summation_tree`). Each rank adds its own terms and has zeros for the other ranks' terms, so a sum
 over ranks changes nothing. Then all ranks add the terms in the tree's order.
 
-`ReadSums` are checksums of the parameters that a step reads, taken just before the update of that step overwrites them. A rank's
-copy of a parameter that another rank owns is overwritten in every step. Damage to the copy therefore lasts one step only, but
-that step has computed with it. Comparing the sums of all ranks reveals the damage afterwards.
+`ReadSums` sum the parameters that a step reads, just before the update of that step overwrites them. A rank's copy of a parameter
+that another rank owns is overwritten in every step. Damage to the copy therefore lasts one step only, but that step has computed
+with it. Comparing the sums of all ranks reveals the damage afterwards.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import pairwise
 
 import numpy as np
 
-from hpctrain.backend.arithmetic import ArrayChecksums, Fetch
+from hpctrain.backend.arithmetic import ArraySums, Fetch
 from hpctrain.comm.base import Array, Communicator
 from hpctrain.comm.progress import LocalEvent, PostingQueue, ProgressEngine, Ticket
 from hpctrain.core.intervals import Interval, ShardsOfRank, TreeAddition, additions, cover, even_interval
@@ -330,67 +330,52 @@ class ShardGradients:
 
 
 class ReadSums:
-    """Checksums over the 32-bit words of one group's parameters. Created at set-up, in the same way on every rank of the group.
+    """Sums over the 32-bit words of one group's parameters. Created at set-up, in the same way on every rank of the group.
 
     Args:
         group: the parameters.
         parts: segments that are written together; each element of the group is in at most one part.
-        places: offsets in the flat buffers at which segments are cut, so that all elements of a piece have the same owner.
+        owned: segments of a rank; parameters are cut there, so that all elements of a piece have the same owner.
 
     Attributes:
-        pieces: the summed segments, part by part.
+        names: name of the parameter of each summed piece, part by part.
+        owned: whether the piece lies in `owned`, for each piece.
     """
 
-    def __init__(self, group: FlatGroup, parts: Sequence[Sequence[Segment]], places: Sequence[int] = ()) -> None:
-        self.pieces: list[Segment] = []
-        self._sums: list[ArrayChecksums] = []
-        for part in parts:
-            pieces = [piece for segment in part for piece in _cut_segment(segment, places)]
+    def __init__(self, group: FlatGroup, parts: Sequence[Sequence[Segment]], owned: Sequence[Segment] = ()) -> None:
+        self.names: list[str] = []
+        self.owned: list[bool] = []
+        self._sums: dict[int, ArraySums] = {}  # by part
+        places = {place for segment in owned if segment.size for place in (segment.start, segment.stop)}
+        for number, part in enumerate(parts):
+            pieces = [piece for segment in part for piece in _cut(segment, places)]
             if pieces:
-                self._sums.append(group.arithmetic.watched([group.data[one.start : one.stop] for one in pieces]).sums())
-            self.pieces += pieces
-        counts = [any(segment.size for segment in part) for part in parts]
-        #: by part, the index of its sums; None for a part without elements
-        self._place = [sum(counts[:number]) if sized else None for number, sized in enumerate(counts)]
-        self._step: StepReads | None = None
+                self._sums[number] = group.arithmetic.word_sums([group.data[one.start : one.stop] for one in pieces])
+            self.names += [f"parameter {piece.parameter}" for piece in pieces]
+            self.owned += [any(one.start <= piece.start and piece.stop <= one.stop for one in owned) for piece in pieces]
+        self._step: dict[int, Fetch] = {}
 
-    def begin(self) -> StepReads:
-        """Begin a step and return its sums."""
-        self._step = StepReads(self._sums, self._place)
-        return self._step
+    def begin(self) -> Callable[[int], None]:
+        """Begin a step. Return the function that sums a part unless it is done, to be called before the part is written.
+
+        Calls that come after `complete` have no effect.
+        """
+        return partial(self._take, self._step)
 
     def complete(self) -> list[Fetch]:
         """Return pending fetches of the sums of all parts, in order. Does not wait. Call it after the step's last read."""
-        step, self._step = self._step or self.begin(), None
-        return step.complete()
+        step, self._step = self._step, {}
+        for part in self._sums:
+            self._take(step, part)
+        return [step[part] for part in self._sums]
+
+    def _take(self, step: dict[int, Fetch], part: int) -> None:
+        if part in self._sums and part not in step:
+            step[part] = self._sums[part].fetch()
 
 
-class StepReads:
-    """Checksums of one step, part by part."""
-
-    def __init__(self, sums: Sequence[ArrayChecksums], place: Sequence[int | None]) -> None:
-        self._sums, self._place = sums, place
-        self._fetches: list[Fetch | None] = [None] * len(sums)
-
-    def take(self, part: int) -> None:
-        """Compute the checksums of a part that is about to be written, unless they have been computed."""
-        place = self._place[part]
-        if place is not None:
-            self._take(place)
-
-    def complete(self) -> list[Fetch]:
-        """Compute the checksums of all remaining parts, and return the fetches of all parts."""
-        return [self._take(place) for place in range(len(self._sums))]
-
-    def _take(self, place: int) -> Fetch:
-        fetch = self._fetches[place]
-        if fetch is None:
-            fetch = self._fetches[place] = self._sums[place].fetch()
-        return fetch
-
-
-def _cut_segment(segment: Segment, places: Sequence[int]) -> list[Segment]:
+def _cut(segment: Segment, places: Collection[int]) -> list[Segment]:
     """Cut a segment at the given places and return the non-empty parts."""
-    inside = sorted({place for place in places if segment.start < place < segment.stop})
+    inside = sorted(place for place in places if segment.start < place < segment.stop)
     bounds = pairwise((segment.start, *inside, segment.stop))
     return [part for part in (segment.part(begin, end) for begin, end in bounds) if part.size]

@@ -32,7 +32,7 @@ from hpctrain.averaging.collective_schedule import (
     covered_slices,
     dependencies,
 )
-from hpctrain.averaging.group_sums import JointStep, StepReads
+from hpctrain.averaging.group_sums import JointStep
 from hpctrain.averaging.link_simulation import StepClock, Times, over_ranks
 from hpctrain.averaging.sixteen_bits import RoundedParameters, caster
 from hpctrain.averaging.slicing import layer_slices
@@ -59,7 +59,7 @@ class StepUpdate(NamedTuple):
         member: index of this group among the members of `joint`.
         left_out: slices that take no part in the step.
         number: number of the step; counted from 0 over the whole training if the averager restores it from a checkpoint.
-        reads: sums over the parameters that the step has read, taken before an update; None: not requested.
+        sum_reads: function that sums a slice's parameters, which the step has read, before they are written; None: not watched.
     """
 
     lr: float
@@ -68,7 +68,7 @@ class StepUpdate(NamedTuple):
     member: int
     left_out: frozenset[int] = frozenset()
     number: int = 0
-    reads: StepReads | None = None
+    sum_reads: Callable[[int], None] | None = None
 
     def contribute(self) -> None:
         """Announce to the other groups that this group's squares are in place."""
@@ -92,6 +92,7 @@ class OwnerOperations:
         owned: all segments that this rank updates, in the order of the flat buffers, including segments that every rank updates.
         touching: indices of the slices that contain elements of a parameter, by parameter.
         update_parts: segments that this rank updates, by slice.
+        reads: sums of the parameters that a step reads, by slice with the segments that every rank updates; None: not watched.
         exchange_of: exchange of sufficient factors by weight.
         rounded: exact values and rounding errors that this rank owns, if parameters travel in 16 bits; otherwise None.
         group: the parameters.
@@ -133,9 +134,11 @@ class OwnerOperations:
         casts = None if schedule.rounding is None else caster(schedule.rounding.parameters)
         if casts is not None and self.comm.size > 1:
             rank, ranks = self.comm.rank, self.comm.size
-            self.rounded = RoundedParameters(self.group, schedule.slices, self._own, rank, ranks, casts)
+            self.rounded = RoundedParameters(self.group, schedule.slices, self._own, rank, ranks, casts, watched=setup.watched)
         owned = [segment for parts in (self._own, self._replicated) for segments in parts for segment in segments]
         self.owned = tuple(sorted(owned, key=lambda segment: segment.start))
+        parts = [(*self.group.covering(piece.start, piece.stop), *self._replicated[k]) for k, piece in enumerate(schedule.slices)]
+        self.reads = setup.read_sums(parts, self.owned)
 
     def _add(self, k: int, batch: int) -> None:
         piece = self.schedule.slices[k]
@@ -229,11 +232,6 @@ class OwnerOperations:
         handle = self._streams[operation.stream].iallreduce(norms.message(places))
         return Finished(handle, lambda: norms.complete(places))
 
-    def read_parts(self) -> list[tuple[Segment, ...]]:
-        """Return, by slice, its segments followed by the segments that every rank updates with it."""
-        slices = self.schedule.slices
-        return [(*self.group.covering(piece.start, piece.stop), *self._replicated[k]) for k, piece in enumerate(slices)]
-
     def counted(self) -> list[tuple[Segment, dict[str, Array]]]:
         """Return owned segments, with views of their state, that contain each element of the group once over all ranks."""
         segments = (segment for k in range(len(self.schedule.slices)) for segment in self._counted(k))
@@ -247,8 +245,8 @@ class OwnerOperations:
     def _update_and_gather(self, operation: Operation, update: StepUpdate) -> Handle:
         """Update this rank's part of a slice, then post the allgather of the slice in place."""
         k = operation.slice
-        if update.reads is not None:  # before the update writes this rank's part and the gather the other parts
-            update.reads.take(k)
+        if update.sum_reads is not None:  # before the update writes this rank's part and the gather the other parts
+            update.sum_reads(k)
         if update.norms is None:
             self.finish_gradient(k)
         if self.rounded is not None:
@@ -388,8 +386,7 @@ class ReduceScatterAverager(GradientAverager):
         self._state_of = self.operations.owned_state
         self.counted = self.operations.counted
         self.rounded = self.operations.rounded
-        self.read_parts, self.update_parts = self.operations.read_parts(), self.operations.update_parts
-        self.complete_parameters = partial(self._wait_gathered, None)
+        self.reads, self.update_parts = self.operations.reads, self.operations.update_parts
         self.gather_parameters = partial(self.operations.gather_parameters, self.progress)
         self._exchanging = exchanging
         self._weight_of = {name: weight for weight, biases in exchanging.items() for name in (weight, *biases)}
@@ -432,8 +429,8 @@ class ReduceScatterAverager(GradientAverager):
         left_out = self.left_out_slices()
         slices = self.schedule.slices
         self.optimizer.begin_step({name for k in left_out for name in (*slices[k].parameters, *slices[k].replicated)})
-        reads = None if self.reads is None else self.reads.begin()
-        update = StepUpdate(lr, norms, joint, self._member, left_out, self.step_number, reads)
+        sum_reads = None if self.reads is None else self.reads.begin()
+        update = StepUpdate(lr, norms, joint, self._member, left_out, self.step_number, sum_reads)
         self.step_number += 1
         return ReduceScatterStep(update, events)
 
@@ -523,6 +520,9 @@ class ReduceScatterAverager(GradientAverager):
             if self._refreshes_shadows:
                 segment = self.group.segment(parameter.name)
                 self.group.refresh_shadow(segment.start, segment.stop)
+
+    def complete_parameters(self) -> None:
+        self._wait_gathered(None)
 
     def _wait_gathered(self, name: str | None) -> None:
         """Wait until a parameter holds the values of the previous step's update; None: all parameters."""

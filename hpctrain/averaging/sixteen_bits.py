@@ -19,7 +19,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Literal, Protocol, get_args
+from typing import Literal, get_args
 
 import numpy as np
 
@@ -31,6 +31,7 @@ from hpctrain.core.errors import OptionError
 from hpctrain.core.intervals import even
 from hpctrain.nn.parameter import FlatGroup, Segment
 from hpctrain.optim.base import Norms
+from hpctrain.optim.guarded import WriteGuard
 
 _EXPONENT_BITS = 0x7F800000  # exponent of a float32
 _SMALLEST_NORMAL = 113 << 23  # 2**-14, the smallest normal float16, as a float32
@@ -335,18 +336,6 @@ def words_of_rounding(rounding: Rounding | None) -> str:
 PARAMETER_ERROR = "parameter_error"
 
 
-class WriteGuard(Protocol):
-    """Guard that detects changes of arrays between two intended writes."""
-
-    def compare(self) -> None:
-        """Compare the arrays with the remembered checksums. Called just before the arrays are written."""
-        ...
-
-    def remember(self) -> None:
-        """Remember the checksums of the arrays. Called just after the arrays were written."""
-        ...
-
-
 class RoundedParameters:
     """Rounding errors of the parameters that this rank owns, and allgathers of rounded parts. All arrays are on the host.
 
@@ -357,13 +346,23 @@ class RoundedParameters:
         rank: index of this rank among the owners.
         ranks: number of ranks that own the parts.
         caster: factory of message compressors.
+        watched: whether to detect changes between two writes.
 
     Attributes:
-        guards: one guard per slice for the arrays that `guarded` returns; empty if they are not watched.
+        guards: guard of the parameters and errors of this rank's part, by slice, which only `restore` and `gather` write; empty
+            if they are not watched.
     """
 
     def __init__(
-        self, group: FlatGroup, slices: Sequence[Slice], own: Sequence[Sequence[Segment]], rank: int, ranks: int, caster: Caster
+        self,
+        group: FlatGroup,
+        slices: Sequence[Slice],
+        own: Sequence[Sequence[Segment]],
+        rank: int,
+        ranks: int,
+        caster: Caster,
+        *,
+        watched: bool = False,
     ) -> None:
         self._group, self._slices, self._rank, self._ranks = group, slices, rank, ranks
         self._buffers = MessageBuffers(caster)
@@ -374,8 +373,7 @@ class RoundedParameters:
             for k, segments in enumerate(own)
             for segment in segments
         }
-        self._own = own
-        self.guards: Sequence[WriteGuard] = ()
+        self.guards = [WriteGuard(self._guarded(segments), group.arithmetic) for segments in own if watched]
         self._exact = np.empty(max(map(len, self._errors), default=0), group.dtype)
 
     def restore(self, k: int) -> None:
@@ -408,14 +406,10 @@ class RoundedParameters:
 
         return Finished(comm.iallgather(None, messages, parts.sizes), finish)
 
-    def guarded(self) -> list[list[tuple[str, np.ndarray]]]:
-        """Return, by slice, names and arrays that are written only by `restore` and `gather`."""
-        of_slices: list[list[tuple[str, np.ndarray]]] = []
-        for segments in self._own:
-            arrays = [(f"parameter {one.parameter}", self._group.data[one.start : one.stop]) for one in segments]
-            errors = [(f"the rounding error of {one.parameter}", self.state(one)[PARAMETER_ERROR]) for one in segments]
-            of_slices.append([*arrays, *errors])
-        return of_slices
+    def _guarded(self, segments: Sequence[Segment]) -> dict[str, np.ndarray]:
+        """Return the parameters of owned segments and their rounding errors, by name."""
+        arrays = {f"parameter {one.parameter}": self._group.data[one.start : one.stop] for one in segments}
+        return arrays | {f"the rounding error of {one.parameter}": self._of_segment[one.start] for one in segments}
 
     def add_squares(self, norms: Norms, k: int, segments: Sequence[Segment]) -> None:
         """Add the squares of this rank's part of a slice to the norms, like `Norms.add_partial` but for the exact values."""

@@ -296,19 +296,19 @@ class MomentDescent(Protocol):
         ...
 
 
-class ArrayChecksums(Protocol):
-    """Checksums of arrays, bound to them at set-up."""
+class ArraySums(Protocol):
+    """Sums of the 32-bit words of arrays, modulo 2^32. Bound to the arrays at set-up.
+
+    A sum reveals every change within one word, but not several changes that cancel.
+    """
 
     def fetch(self) -> Fetch:
-        """Fetch the checksum of each array after all work enqueued so far; uint32 (arrays,)."""
+        """Fetch the sum of each array after all work enqueued so far; uint32 (arrays,)."""
         ...
 
 
 class ArrayGuard(Protocol):
-    """Detector of unintended changes of arrays, by sums of 32-bit words. Bound to the arrays at set-up.
-
-    It detects every change within one word, but not several changes that cancel in the sum.
-    """
+    """Detector of unintended changes of arrays, by their `ArraySums`. Bound to the arrays at set-up."""
 
     def remember(self) -> None:
         """Record the sums of the arrays after all work enqueued so far."""
@@ -320,25 +320,6 @@ class ArrayGuard(Protocol):
 
     def fetch_changed(self) -> Fetch:
         """Fetch whether each array was ever marked; bool (arrays,)."""
-        ...
-
-
-class WatchedArrays(Protocol):
-    """Flat arrays of whole 32-bit words, of any dtypes, whose bits can be checksummed and guarded. For set-up only."""
-
-    def checksums(self) -> ArrayChecksums:
-        """Return the CRC-32 of each array's bytes."""
-        ...
-
-    def sums(self) -> ArrayChecksums:
-        """Return the sum of each array's 32-bit words, modulo 2^32, at a tenth of the cost of a CRC-32 on the host.
-
-        It detects every change within one word, but not several changes that cancel in the sum.
-        """
-        ...
-
-    def guard(self) -> ArrayGuard:
-        """Return a guard that has recorded the arrays' current sums."""
         ...
 
 
@@ -408,8 +389,12 @@ class Arithmetic(ABC):
         """Fetch whether all elements of each array are finite after all work enqueued so far; bool (len(arrays),)."""
 
     @abstractmethod
-    def watched(self, arrays: Sequence[Array]) -> WatchedArrays:
-        """Return the checksum and guard service for flat arrays of whole 32-bit words, of any dtypes. For set-up only."""
+    def word_sums(self, arrays: Sequence[Array]) -> ArraySums:
+        """Return the sums of flat arrays of whole 32-bit words, of any dtypes. For set-up only."""
+
+    @abstractmethod
+    def guard(self, arrays: Sequence[Array]) -> ArrayGuard:
+        """Return a guard of flat arrays of whole 32-bit words that has recorded their current sums. For set-up only."""
 
     @abstractmethod
     def fetch(self, array: Array) -> Fetch:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -19,7 +18,6 @@ from hpctrain.backend.arithmetic import (
     MomentDescent,
     MomentRule,
     UpdateRun,
-    WatchedArrays,
 )
 from hpctrain.backend.specs import item_bytes
 from hpctrain.core.intervals import Box, slices
@@ -38,18 +36,8 @@ class HostFetch:
         return self.values
 
 
-class HostChecksums:
-    """Implements `ArrayChecksums`."""
-
-    def __init__(self, arrays: Sequence[np.ndarray]) -> None:
-        self._arrays = tuple(arrays)
-
-    def fetch(self) -> HostFetch:
-        return HostFetch(np.array([zlib.crc32(array.data) for array in self._arrays], np.uint32))
-
-
 class HostSums:
-    """Implements `ArrayChecksums` by sums of words. Arrays that are adjacent in memory are summed in one call."""
+    """Implements `ArraySums`. Arrays that are adjacent in memory are summed in one call."""
 
     def __init__(self, arrays: Sequence[np.ndarray]) -> None:
         self._count = len(arrays)
@@ -81,22 +69,6 @@ class HostGuard:
 
     def fetch_changed(self) -> HostFetch:
         return HostFetch(self._changed.copy())
-
-
-@dataclass(frozen=True)
-class HostWatchedArrays:
-    """Implements `WatchedArrays`."""
-
-    arrays: tuple[np.ndarray, ...]
-
-    def checksums(self) -> HostChecksums:
-        return HostChecksums(self.arrays)
-
-    def sums(self) -> HostSums:
-        return HostSums(self.arrays)
-
-    def guard(self) -> HostGuard:
-        return HostGuard(self.arrays)
 
 
 def _neighbours(arrays: Sequence[np.ndarray], numbers: Sequence[int]) -> list[list[int]]:
@@ -358,8 +330,11 @@ class HostArithmetic(Arithmetic):
         self.share(len(blocks), work, sum(array.size for array in flat))
         return HostFetch(finite)
 
-    def watched(self, arrays: Sequence[Array]) -> WatchedArrays:
-        return HostWatchedArrays(tuple(arrays))
+    def word_sums(self, arrays: Sequence[Array]) -> HostSums:
+        return HostSums(arrays)
+
+    def guard(self, arrays: Sequence[Array]) -> HostGuard:
+        return HostGuard(arrays)
 
     def fetch(self, array: Array) -> Fetch:
         return HostFetch(to_float32(array))

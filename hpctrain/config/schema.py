@@ -532,8 +532,8 @@ class ChecksConfig(Section):
     every_steps: Integer = Field(
         default=10,
         ge=0,
-        description="Number of steps between checks, each of a part of the state that must be equal on all ranks; 0 switches "
-        "them off, and also the checksums of the parameters that each step reads and of the optimiser state that owners hold.",
+        description="Number of steps between checks of frozen parameters; all other values are checked in each step. 0 "
+        "switches all checks off.",
     )
 
 

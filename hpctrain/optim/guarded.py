@@ -6,37 +6,59 @@ before the next one. It detects every change within one word; two changes that c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import compress
 
-from hpctrain.backend.arithmetic import Array, ArrayGuard, Fetch
+from hpctrain.backend.arithmetic import Arithmetic, Array, Fetch
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.nn.parameter import FlatGroup, Segment
 from hpctrain.optim.base import ForwardingOptimizer, Norms, Optimizer
 from hpctrain.trace.tracer import Category
 
 
-@dataclass
-class _Update:
-    """An update of the same segments in every step, with a guard of the arrays that it writes.
+class WriteGuard:
+    """Detects changes of arrays between two writes. All buffers are allocated in the constructor.
+
+    Args:
+        arrays: flat arrays of whole 32-bit words, by name, whose current values are correct.
+        arithmetic: arithmetic of the memory that holds them.
 
     Attributes:
-        segments: segments of the update.
-        names: names of the guarded arrays.
-        guard: guard of these arrays; None if there are none.
-        remembered: whether the guard has the sums after the last update.
+        changed: names of the arrays in the first detected change; empty if there is none.
     """
 
-    segments: tuple[Segment, ...]
-    names: list[str]
-    guard: ArrayGuard | None
-    remembered: bool = False
+    def __init__(self, arrays: Mapping[str, Array], arithmetic: Arithmetic) -> None:
+        sized = {name: array for name, array in arrays.items() if array.size}
+        self._names, self._on_host = list(sized), arithmetic.on_host
+        self._guard = arithmetic.guard(list(sized.values()))
+        self._fetch: Fetch | None = None
+        self.changed: tuple[str, ...] = ()
 
     def remember(self) -> None:
-        """Remember the sums of the current values as correct."""
-        if self.guard is not None:
-            self.guard.remember()
-        self.remembered = True
+        """Remember the current values as correct. Call it just after they were written."""
+        self._guard.remember()
+
+    def compare(self) -> None:
+        """Compare the arrays with the remembered values. Call it just before they are written."""
+        self._guard.compare()
+
+    def write(self, write: Callable[[], None]) -> None:
+        """Compare the arrays, call `write`, which modifies them, and remember the new values."""
+        self.compare()
+        write()
+        self.remember()
+
+    def fetch(self) -> None:
+        """Request the findings of all comparisons so far, without waiting."""
+        self._fetch = self._guard.fetch_changed()
+
+    def read(self) -> None:
+        """Update `changed`: on the host from all comparisons, on a device from those before the last `fetch`, which may wait."""
+        if self._on_host:
+            self.fetch()
+        if self._fetch is not None and not self.changed:
+            self.changed = tuple(compress(self._names, self._fetch.result().tolist()))
+        self._fetch = None
 
 
 class GuardedOptimizer(ForwardingOptimizer):
@@ -46,77 +68,29 @@ class GuardedOptimizer(ForwardingOptimizer):
         inner: optimiser that computes the updates.
         progress: engine that accounts for the time of each update, and records it if the engine traces; None: updates are not
             timed.
-
-    Attributes:
-        changed_arrays: names of the arrays in the first detected change between two updates; empty if there is none.
     """
 
     def __init__(self, inner: Optimizer, progress: ProgressEngine | None = None) -> None:
         super().__init__(inner)
         self._progress = progress
-        self.changed_arrays: tuple[str, ...] = ()
         self._group: FlatGroup | None = None
-        self._on = self._with_parameters = False
-        self._updates: dict[int, _Update] = {}  # by start of the first segment
-        self._owned_size = 0
-        self._pending: list[tuple[list[str], Fetch]] = []
+        self._guards: dict[int | None, WriteGuard] = {}  # by start of an update's first element
 
-    def watch(self, *, parameters: bool, updates: Iterable[Sequence[Segment]] = ()) -> None:
-        """Start comparing the arrays between updates. Call it after `bind`.
+    def watch(self, updates: Iterable[Sequence[Segment]], *, parameters: bool) -> list[WriteGuard]:
+        """Start comparing the arrays between updates, and return a guard of each update. Call it after `bind`.
 
         Args:
+            updates: segments of each update, the same in every step.
             parameters: whether to watch the updated parameters, too; no other code may then write them between updates.
-            updates: segments of each update of a step, if they are known before the first one. Their initial values are then
-                compared as well.
         """
         assert self._group is not None, "the optimiser is not bound"
-        self._on, self._with_parameters = True, parameters
         for segments in updates:
-            if segments:
-                self._known(tuple(segments))
-
-    def forget(self) -> None:
-        """Discard the remembered sums after a write by other code. Comparing resumes after the next updates."""
-        for update in self._updates.values():
-            update.remembered = False
-
-    def fetch_findings(self) -> None:
-        """Request the results of all comparisons. If the arrays are not on the host, `read_findings` waits for them."""
-        updates = self._updates.values()
-        self._pending = [(update.names, update.guard.fetch_changed()) for update in updates if update.guard is not None]
-
-    def read_findings(self) -> None:
-        """Update `changed_arrays` with the result of the latest `fetch_findings`."""
-        for names, fetch in self._pending:
-            self._found(names, fetch)
-        self._pending = []
-
-    def _found(self, names: Sequence[str], fetch: Fetch) -> None:
-        changed = fetch.result()
-        if any(changed.tolist()) and not self.changed_arrays:
-            self.changed_arrays = tuple(name for name, is_changed in zip(names, changed, strict=True) if is_changed)
-
-    def verify(self) -> None:
-        """Compare all arrays and wait for the result. Call it between steps, while no update is running.
-
-        Arrays that were not updated since the start or since `forget` cannot be compared; their current values are remembered.
-        """
-        for update in self._updates.values():
-            self._compare(update)
-            if not update.remembered:
-                update.remember()
-        self.fetch_findings()
-        self.read_findings()
-
-    @property
-    def guards_all_parameters(self) -> bool:
-        """Whether every owned parameter is known to hold the values of its last update, or is in `changed_arrays`."""
-        remembered = (update.segments for update in self._updates.values() if update.remembered)
-        known = sum(segment.size for segments in remembered for segment in segments)
-        return self._on and self._with_parameters and known == self._owned_size
+            if arrays := self._arrays(self._group, segments, parameters=parameters):
+                self._guards[_first(segments)] = WriteGuard(arrays, self._group.arithmetic)
+        return list(self._guards.values())
 
     def bind(self, group: FlatGroup, owned: Sequence[Segment]) -> None:
-        self._group, self._owned_size = group, sum(segment.size for segment in owned)
+        self._group = group
         super().bind(group, owned)
 
     def prepare_norms(self, segments: Sequence[Segment]) -> None:
@@ -128,68 +102,30 @@ class GuardedOptimizer(ForwardingOptimizer):
 
     def _write(self, segments: Sequence[Segment], write: Callable[[], None]) -> None:
         """Call `write`, with comparison and timing. The time includes the comparison."""
+        guard = self._guards.get(_first(segments)) if self._guards else None
         if self._progress is None:
-            self._compared(segments, write)
+            write() if guard is None else guard.write(write)
             return
         account, trace = self._progress.account, self._progress.trace
         begin_ns = account.clock_ns()
-        self._compared(segments, write)
+        write() if guard is None else guard.write(write)
         stop_ns = account.clock_ns()
         account.updated(begin_ns, stop_ns)
         if segments and trace is not None:
             trace.add(Category.UPDATE, segments[0].parameter, begin_ns, stop_ns)
 
-    def _compared(self, segments: Sequence[Segment], write: Callable[[], None]) -> None:
-        """Compare the arrays, call `write`, and remember the new sums. Only `write` may write to the state of `segments`."""
-        update = self._known(tuple(segments)) if self._on and segments else None
-        if update is None:
-            write()
-            return
-        self._compare(update)
-        write()
-        update.remember()
+    def _arrays(self, group: FlatGroup, segments: Sequence[Segment], *, parameters: bool) -> dict[str, Array]:
+        """Return the arrays that an update writes, by name, in the order in which they lie in memory."""
+        by_kind = dict[str, dict[str, Array]]()
+        for segment in segments if any(segment.size for segment in segments) else ():
+            kinds = {f"the {kind} of": view for kind, view in self.inner.state(segment).items()}
+            if parameters:
+                kinds["parameter"] = group.data[segment.start : segment.stop]
+            for kind, view in kinds.items():
+                by_kind.setdefault(kind, {})[f"{kind} {segment.parameter}"] = view
+        return {name: view for arrays in by_kind.values() for name, view in arrays.items()}
 
-    def _known(self, segments: tuple[Segment, ...]) -> _Update | None:
-        """Return the update of these segments; None if updates do not have the same segments in every step."""
-        known = self._updates.get(segments[0].start)
-        if known is not None and known.segments == segments:
-            return known
-        others = [
-            place
-            for place, update in self._updates.items()
-            if any(a.start < b.stop and b.start < a.stop for a in segments for b in update.segments)
-        ]
-        # If updates overlap, the sums of one would report the writes of the other as damage, so watching ends.
-        if any(self._updates[place].remembered for place in others):
-            self._on = False
-            self._updates.clear()
-            return None
-        for place in others:
-            del self._updates[place]
-        update = self._updates[segments[0].start] = self._update_of(segments)
-        return update
 
-    def _compare(self, update: _Update) -> None:
-        assert self._group is not None
-        if update.guard is None or not update.remembered:
-            return
-        update.guard.compare()
-        if self._group.arithmetic.on_host:  # the result needs no wait
-            self._found(update.names, update.guard.fetch_changed())
-
-    def _update_of(self, segments: tuple[Segment, ...]) -> _Update:
-        """Return the update of `segments` with a guard of all their arrays, in the order in which they lie in memory."""
-        assert self._group is not None
-        by_kind = dict[str, list[tuple[str, Array]]]()
-        for segment in segments:
-            if not segment.size:
-                continue
-            views = self.inner.state(segment)
-            if self._with_parameters:
-                views = {**views, "": self._group.data[segment.start : segment.stop]}
-            for kind, view in views.items():
-                name = f"the {kind} of {segment.parameter}" if kind else f"parameter {segment.parameter}"
-                by_kind.setdefault(kind, []).append((name, view))
-        named = [array for arrays in by_kind.values() for array in arrays]
-        guard = self._group.arithmetic.watched([array for _, array in named]).guard() if named else None
-        return _Update(segments, [name for name, _ in named], guard)
+def _first(segments: Sequence[Segment]) -> int | None:
+    """Return the start of the first element; None if there are no elements."""
+    return next((segment.start for segment in segments if segment.size), None)

@@ -288,7 +288,8 @@ class Job(StartedRank):
             label_smoothing: label smoothing of the loss, in [0, 1).
             class_weights: weight of each class in the loss of steps with batches of loaders, above 0; empty: all are 1.
             ema_decay: decay of an exponential moving average of the weights, in (0, 1); None: no average.
-            checks_every_steps: number of steps between comparisons of the ranks' state; 0: no comparisons.
+            checks_every_steps: number of steps between checks of values that no step writes; all other values are checked in each
+                step. 0: no checks.
             on_nonfinite: "stop" raises `DivergedError`; "skip" or {"action": "skip", "most": 3} undoes the step on all ranks.
             frozen: patterns of layers that are not trained.
 

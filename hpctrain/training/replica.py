@@ -239,6 +239,8 @@ def make_averagers(
     stored: Mapping[str, CollectiveSchedule],
     transport: Transport,
     passes: Passes,
+    *,
+    watched: bool,
 ) -> dict[str, GradientAverager]:
     """Return the averagers of all parameter groups, which have agreed on the operations they post. Collective.
 
@@ -248,6 +250,7 @@ def make_averagers(
         stored: schedules of an earlier run, by group; used if they fit.
         transport: transport of arrays in device memory.
         passes: passes of each rank, whose gradients the averagers add up.
+        watched: see `AveragerSetup`.
 
     Raises:
         CollectiveMismatchError: the schedules of the ranks differ.
@@ -264,7 +267,7 @@ def make_averagers(
         group, comm = network.groups[name], groups.gradients[name]
         gradients = passes.gradients(group, comm)
         of_group = _transport_of(name, network, transport)
-        setup = AveragerSetup(group, optimizers[name], comm, progress, norms, shared, of_group, gradients)
+        setup = AveragerSetup(group, optimizers[name], comm, progress, norms, shared, of_group, gradients, watched)
         averagers[name] = make_averager(strategy, setup, stored.get(name))
     return averagers
 
@@ -424,7 +427,15 @@ class Replica:
         """
         self._reduction.agree()
         averagers = self.averagers = make_averagers(
-            self.network, self.groups, self.progress, self.strategies, self._optimizers, stored or {}, self.transport, self.passes
+            self.network,
+            self.groups,
+            self.progress,
+            self.strategies,
+            self._optimizers,
+            stored or {},
+            self.transport,
+            self.passes,
+            watched=self._checks.every_steps > 0,
         )
         self.network.slices = slices_of(averagers)
         if self._ema is not None and averagers:
@@ -647,7 +658,7 @@ class Replica:
         self._step.finiteness.forget()
         self._finite_at_step = -1
         if self.watch is not None:
-            self.watch.forget()
+            self.watch.remember()
         self.loop.restore(position)
         self.global_step = position.global_step
         return position
@@ -661,7 +672,7 @@ class Replica:
         if self.average is not None:
             self.average.weights_changed()
         if self.watch is not None:
-            self.watch.forget()
+            self.watch.remember()
 
     def load_weights(self, content: CheckpointContent, *, averaged: bool = False) -> None:
         """Restore parameters and running statistics only, to evaluate or to start from trained weights. Not collective.

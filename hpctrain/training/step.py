@@ -295,7 +295,7 @@ class TrainingStep:
             self._pass(batch, parts[first : first + together], global_step)
             self._hooks.end_pass()
         if self._watch is not None:
-            self._watch.take_read_sums(global_step)
+            self._watch.take(global_step)
             self._lap(Category.WORK, "watched weights")
         for averager in self._averagers.values():
             averager.end_backward()
@@ -342,9 +342,6 @@ class TrainingStep:
             self._lap(Category.WORK, "finite numbers")
             for optimizer in self._optimizers if begins else ():  # updates of the previous step are done, none of this one
                 self.facts |= optimizer.settings(arguments=True)
-            if begins and self._watch is not None:
-                self._watch.take_checksums(global_step)
-                self._lap(Category.WORK, "watched weights")
             programs.backward(hooks, turn)
             self._lap(Category.AVERAGING, HOOKS)
             for loss, statistics, group_count in sums:
@@ -422,7 +419,8 @@ class StepGuard:
         cause = self._finiteness.cause(step, seen, finite=finite, gather=comm.allgather_object)
         if self._watch is not None:
             self._watch.verify()  # before the copies overwrite values that may be damaged
-            self._watch.forget_step()
         for copy in self._copies:
             copy.restore()
+        if self._watch is not None:
+            self._watch.remember()
         return cause

@@ -308,13 +308,15 @@ def test_a_watched_lamb_finds_nothing_but_a_bit_that_changes_between_updates() -
     expected = run(Lamb(), other, grads[:3], RATES[:3])
     optimizer = GuardedOptimizer(Lamb())
     optimizer.bind(group, group.segments)
-    optimizer.watch(parameters=True)
+    (guard,) = optimizer.watch([group.segments], parameters=True)
     go_on(optimizer, group, grads[:3], RATES[:3])
-    assert not optimizer.changed_arrays
+    guard.read()
+    assert not guard.changed
     assert group.data.tobytes() == expected.tobytes()
     optimizer.state(group.segments[1])["second_moment"][2] += 1
     go_on(optimizer, group, grads[3:], RATES[3:4])
-    assert optimizer.changed_arrays == ("the second_moment of norm.weight",)
+    guard.read()
+    assert guard.changed == ("the second_moment of norm.weight",)
 
 
 def test_norms_are_asked_for_and_demanded() -> None:

@@ -33,8 +33,7 @@ from tests.support.training import Task, batches, replica_of
 STEPS = 8
 #: of lazy averaging, whose owners compare what they wrote when they write again
 INTERVAL = 3
-_PARTS = 2
-_CADENCE = CheckCadence(2, _PARTS, 1)
+_CADENCE = CheckCadence(2)
 _RESUMED_STEP = 2
 
 _STATISTICS = ("running statistic", "averaged statistic")
@@ -52,11 +51,6 @@ class Training:
     ranks: tuple[int, ...] = (2, 3, 4)
     node: int | None = None
     changes: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def replicates(self) -> bool:
-        """Whether every rank updates all parameters."""
-        return self.strategy in (Blocking, Overlap, Bucketed)
 
 
 _SMALL: dict[str, Any] = {"bucket_bytes": 400, "fc_exchange": "never"}
@@ -152,21 +146,14 @@ def latest(damage: Damage) -> int:
     if damage.kind in (*_STATISTICS, "owned parameter"):
         steps += 1  # statistics are written a step later; of what an owner sends it knows at its next update
     if damage.kind in ("momentum", "average"):
-        # Ranks compare it in turn, or an owner before it is written again, which may be in the next step.
-        steps += _CADENCE.every_steps * _PARTS if training.replicates else 1
+        steps += 1  # compared before it is written again, which may be in the next step
+    if damage.kind == "frozen parameter":
+        steps += _CADENCE.every_steps
     if training.strategy is Lazy and damage.kind in ("momentum", "average", "owned parameter"):
         steps += INTERVAL
     if training.changes.get("skips"):
         steps += 1  # a step that the damage makes non-finite is skipped together with its checks
     return min(steps, STEPS)
-
-
-def blamed(damage: Damage) -> set[tuple[int, ...]]:
-    """Return the sets of ranks that the error may name: the damaged rank, or both ranks of two without an owner."""
-    training, rank = TRAININGS[damage.training], damage.rank
-    own = damage.kind in (*_STATISTICS, "frozen parameter")
-    pair = (0, 1) if damage.ranks == 2 else None
-    return {(rank,)} if own or pair is None or not training.replicates else {pair}
 
 
 def _task(training: Training) -> Task:

@@ -148,9 +148,8 @@ DIMENSIONS: Mapping[str, Mapping[str, Any]] = {
     "messages": {"prompt": False, "adversarial": True},
     "checks": {  # in each step of all there is, or of parts in turn
         "none": CheckCadence(),
-        "every-step": CheckCadence(1, 1),
-        "parts": CheckCadence(1, 3, 1),
-        "every-3": CheckCadence(3, 2, 1),
+        "every-step": CheckCadence(1),
+        "every-3": CheckCadence(3),
         "every-10": CheckCadence(10),
     },
     "hashes": {"none": 0, "every-step": 1, "every-2": 2},  # steps from one record to the next

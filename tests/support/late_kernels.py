@@ -17,15 +17,12 @@ from hpctrain.backend import operators
 from hpctrain.backend.arithmetic import (
     Arithmetic,
     Array,
-    ArrayChecksums,
-    ArrayGuard,
     Corrections,
     Descent,
     Fetch,
     MomentDescent,
     MomentRule,
     UpdateRun,
-    WatchedArrays,
 )
 from hpctrain.backend.cuda.device import DeviceArray
 from hpctrain.backend.host_arithmetic import HostArithmetic
@@ -111,18 +108,12 @@ class LateDescent:
 
 
 @dataclass(frozen=True)
-class LateWatchedArrays:
-    """Arrays of the host that are watched, whose looks are taken in their turn; so are checksums and guards of them."""
+class LateWatch:
+    """Sums, or a guard, of arrays of the host, whose looks are taken in their turn."""
 
     queue: Queue
     inner: Any
     count: int
-
-    def checksums(self) -> ArrayChecksums:
-        return replace(self, inner=self.inner.checksums())
-
-    def guard(self) -> ArrayGuard:
-        return replace(self, inner=self.inner.guard())
 
     def remember(self) -> None:
         self.queue.put(self.inner.remember)
@@ -191,9 +182,13 @@ class LateArithmetic(Arithmetic):
         self._queue.put(lambda *values: np.copyto(flags, self._host.fetch_finite(values).result()), *arrays)
         return LateFetch(self._queue, flags)
 
-    def watched(self, arrays: Sequence[Array]) -> WatchedArrays:
+    def word_sums(self, arrays: Sequence[Array]) -> LateWatch:
         assert all(isinstance(array, DeviceArray) for array in arrays)
-        return LateWatchedArrays(self._queue, self._host.watched(unwrapped(tuple(arrays))), len(arrays))
+        return LateWatch(self._queue, self._host.word_sums(unwrapped(tuple(arrays))), len(arrays))
+
+    def guard(self, arrays: Sequence[Array]) -> LateWatch:
+        self._queue.wait()
+        return LateWatch(self._queue, self._host.guard(unwrapped(tuple(arrays))), len(arrays))
 
     def fetch(self, array: Array) -> Fetch:
         values = np.empty(array.shape, array.dtype)

@@ -37,7 +37,7 @@ from hpctrain_testing.virtual.communicator import ThreadCommunicator
 from hpctrain_testing.virtual.run import run_virtual, virtual_engine
 from tests.support import nets
 from tests.support.averaging import STRATEGIES
-from tests.support.damage import _copies, blamed, drawn, latest, outcome, undamaged
+from tests.support.damage import _copies, drawn, latest, outcome, undamaged
 from tests.support.emulated import EmulatedDeviceFactory
 from tests.support.training import Task, batches, replica_of, train
 from tests.training.test_not_finite import _Loader
@@ -52,7 +52,7 @@ ALL_STRATEGIES: dict[str, tuple[type[Strategy], dict[str, Any]]] = {
 
 #: random damages
 DAMAGES = 200
-EVERY_STEP, IN_TURN, SLOWLY = CheckCadence(1, 1), CheckCadence(1, 3, 1), CheckCadence(2, 3, 1)
+EVERY_STEP, IN_TURN, SLOWLY = CheckCadence(1), CheckCadence(2), CheckCadence(3)
 TASK = Task(nets.plain, NumpyKernelSet(), partial(Sgd, momentum=0.9), steps=8, checks=EVERY_STEP)
 GRIDS = [ParallelPlan(), ParallelPlan(1, 2), ParallelPlan(1, 4), ParallelPlan(2, 1, Parallelism.DOMAIN)]
 SPLIT = ParallelPlan(2, 2, Parallelism.MODEL)
@@ -177,7 +177,7 @@ def test_damage_to_one_rank_is_reported_in_time_and_of_that_rank(seed: int) -> N
     with_damage = outcome(damage)
     if with_damage.error:
         assert with_damage.happened
-        assert with_damage.ranks in blamed(damage), with_damage.error
+        assert with_damage.ranks == (damage.rank,), with_damage.error
         assert with_damage.steps <= latest(damage), with_damage.error
     else:
         assert with_damage.state == undamaged(damage)
@@ -195,7 +195,7 @@ def test_of_two_ranks_the_one_that_does_not_own_a_parameter_is_wrong(strategy: s
 
     run = _runs(2, TASK, strategy, flip, damaged)
     assert f"After step {FLIPPED_STEP} rank {damaged} holds other bits of parameter" in run.error
-    assert f"than rank {1 - damaged}, which owns it; all were equal after step {FLIPPED_STEP - 1};" in run.error
+    assert f"than rank {1 - damaged}, which owns it; " in run.error
     assert run.steps == FLIPPED_STEP + 2  # reported one step later
 
 
@@ -211,12 +211,13 @@ def test_values_that_are_not_finite_on_all_ranks_are_no_damage(strategy: str) ->
     assert len(set(run_virtual(3, program, deadline_seconds=300))) == 1
 
 
+@pytest.mark.parametrize("flip", [_parameter, _state])
 @pytest.mark.parametrize("strategy", ["blocking", "overlap"])
-def test_checks_in_turn_find_a_flip_once_all_parts_were_checked(strategy: str) -> None:
-    """No update removes a difference in the optimiser's state, so the turn of its part finds it."""
-    run = _runs(3, replace(TASK, checks=SLOWLY, steps=20), strategy, _state)
-    assert "rank 1 holds other bits" in run.error
-    assert run.steps <= FLIPPED_STEP + 2 * 3 + 2
+def test_of_two_ranks_that_update_all_the_damaged_one_is_named(strategy: str, flip: Flip) -> None:
+    run = _runs(2, TASK, strategy, flip)
+    assert "On rank 1 " in run.error
+    assert " of conv2.weight changed" in run.error or " parameter conv2.weight changed" in run.error
+    assert run.steps <= FLIPPED_STEP + 3
 
 
 def test_one_rank_finds_changes_of_its_own_state() -> None:
@@ -243,8 +244,7 @@ def test_split_parameters_are_compared_with_the_same_part(rank: int) -> None:
 
     name = run_virtual(4, split)[0][0]
     run = _runs(4, task, "blocking", partial(_parameter, name=name), rank)
-    pair = "rank 0 and rank 2" if rank == 0 else "rank 1 and rank 3"
-    assert f"{pair} hold different bits of parameter {name}" in run.error
+    assert f"On rank {rank} parameter {name} changed between two updates" in run.error
 
 
 def test_first_values_are_compared_before_the_first_step() -> None:
@@ -252,6 +252,7 @@ def test_first_values_are_compared_before_the_first_step() -> None:
         replica = replica_of(TASK, comm, virtual_engine(comm), Sharded)
         if comm.rank == 2:
             _parameter(replica, "fc1.bias")
+            replica.parameters_written()
         with pytest.raises(CorruptedStateError) as error:
             replica.require_alike(schedules=True)
         return str(error.value), error.value.ranks
@@ -399,7 +400,7 @@ def _device_run(comm: ThreadCommunicator, task: Task, strategy: str, flip: Flip,
 @pytest.mark.parametrize("flip", [_device_parameter, _device_state])
 @pytest.mark.parametrize("strategy", DEVICE_STRATEGIES)
 def test_a_flipped_bit_is_found_and_named(strategy: str, flip: Flip, emulated_device: EmulatedDeviceFactory) -> None:
-    """Of three ranks: by the others where all hold the same, else by its owner, by the step in which it is compared next."""
+    """Of three ranks: by the others or by itself, by the step in which it is compared next."""
     precision: Precision = "bfloat16" if strategy in ("overlap", "lazy") else "float64"
     ranks = (1,) if flip is _device_parameter or strategy in ("blocking", "overlap") else (0, 1, 2)
 
@@ -412,7 +413,7 @@ def test_a_flipped_bit_is_found_and_named(strategy: str, flip: Flip, emulated_de
     what = "parameter conv2.weight" if flip is _device_parameter else "the momentum of conv2.weight"
     by_others = f"rank 1 holds other bits of {what} than ranks 0, 2;" in runs[0].error
     by_itself = f"{what} changed between two updates" in runs[0].error
-    assert by_others or (by_itself and strategy in ("sharded", "lazy")), runs[0]
+    assert by_others or by_itself, runs[0]
     assert runs[0].steps <= FLIPPED_STEP + (6 if strategy == "lazy" else 4)
 
 

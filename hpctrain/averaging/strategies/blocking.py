@@ -23,7 +23,8 @@ class BlockingAverager(GradientAverager):
         super().__init__(setup)
         self._sums, self._terms = self.comm if agreement.sums is None else agreement.sums, setup.terms
         self.optimizer.bind(self.group, self.group.segments)
-        self.read_parts = self.update_parts = (self.group.segments,)
+        self.update_parts = (self.group.segments,)
+        self.reads = setup.read_sums(self.update_parts)
         self._queue = self.progress.queue(self.comm)
         self._names = tuple(self.group.parameters)
         self._step: JointStep | None = None

@@ -2,7 +2,7 @@
 
 The module has three parts, in this order:
 
-- tables of arrays: sums of squares, tests for finite elements, checksums and guards of all arrays of a table in one or two
+- tables of arrays: sums of squares, tests for finite elements, sums of words and guards of all arrays of a table in one or two
   launches;
 - descents on flat memory: one launch for all runs of an update;
 - the service: copies between boxes (to pack and unpack halos), sums over the pixels of images, and all other operations.
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 
 import numpy as np
@@ -26,7 +25,6 @@ from hpctrain.backend.arithmetic import (
     MomentDescent,
     MomentRule,
     UpdateRun,
-    WatchedArrays,
 )
 from hpctrain.backend.cuda.device import Argument, DeviceArray, grid_for, pack_width
 from hpctrain.backend.cuda.runtime import TAGS, CudaFetch, CudaRuntime, FetchBuffers, Staging
@@ -40,7 +38,6 @@ TILE = 8192
 
 _THREADS = 256
 _DIMS = 4  # maximum number of dims of a copied box
-_POLYNOMIAL, _ONE = 0xEDB88320, 0x80000000  # of checksums.cu
 
 
 class _TiledArrays:
@@ -122,52 +119,35 @@ class _Tables:
 
 
 class WordSums(_TiledArrays):
-    """Sums over the 32-bit words of each array.
+    """Implements `ArraySums`."""
 
-    Args:
-        kind: "remainders" for CRC-32 without its inversions, or "words" for sums of words.
-    """
-
-    def __init__(self, runtime: CudaRuntime, arrays: Sequence[DeviceArray], kind: str, staging: Staging) -> None:
+    def __init__(self, runtime: CudaRuntime, arrays: Sequence[DeviceArray], staging: Staging) -> None:
         assert all(array.nbytes % 4 == array.pointer % 4 == 0 for array in arrays), "arrays are summed by words of 4 bytes"
         super().__init__(runtime, arrays, [array.nbytes // 4 for array in arrays], staging)
-        self._kind, self._partial = kind, self.memory(self._tiles, "uint32")
+        self._arrays, self._partial = tuple(arrays), self.memory(self._tiles, "uint32")
+        self._sums = self.memory(self.count, "uint32")
+        self._fetches = FetchBuffers(runtime, self._sums.nbytes)
 
     def sum_into(self, sums: DeviceArray) -> None:
         """Enqueue the sum of each array, uint32."""
-        self._launch_tiles("checksums", f"sum_{self._kind}", self._partial)
-        self._launch_arrays("checksums", f"join_{self._kind}", self._partial, sums)
-
-
-class CudaChecksums:
-    """Implements `ArrayChecksums`. Keeps the arrays alive.
-
-    Args:
-        of_zeros: CRC-32 of as many zero bytes as each array has, which completes sums of kind "remainders"; 0 for other kinds.
-    """
-
-    def __init__(
-        self, runtime: CudaRuntime, arrays: Sequence[DeviceArray], staging: Staging, kind: str, of_zeros: Sequence[int] = (0,)
-    ) -> None:
-        self._arrays, self._words = tuple(arrays), WordSums(runtime, arrays, kind, staging)
-        self._sums = self._words.memory(self._words.count, "uint32")
-        self._fetches = FetchBuffers(runtime, self._sums.nbytes)
-        self._of_zeros = np.array(of_zeros, np.uint32)
+        self._launch_tiles("word_sums", "sum_words", self._partial)
+        self._launch_arrays("word_sums", "join_words", self._partial, sums)
 
     def fetch(self) -> CudaFetch:
-        self._words.sum_into(self._sums)
-        return self._fetches.fetch(self._sums, lambda sums: sums ^ self._of_zeros)
+        self.sum_into(self._sums)
+        return self._fetches.fetch(self._sums)
 
 
 class CudaGuard:
-    """Implements `ArrayGuard`. Keeps the arrays alive."""
+    """Implements `ArrayGuard`."""
 
     def __init__(self, runtime: CudaRuntime, arrays: Sequence[DeviceArray], staging: Staging) -> None:
-        self._runtime, self._arrays = runtime, tuple(arrays)
-        self._words = WordSums(runtime, arrays, "words", staging)
+        self._runtime = runtime
+        self._words = WordSums(runtime, arrays, staging)
         self._sums, self._remembered = (self._words.memory(self._words.count, "uint32") for _ in range(2))
         self._changed = runtime.device.allocate(self._words.count)
         self._fetches = FetchBuffers(runtime, self._words.count)
+        self.remember()
 
     def remember(self) -> None:
         self._words.sum_into(self._remembered)
@@ -175,52 +155,10 @@ class CudaGuard:
     def compare(self) -> None:
         self._words.sum_into(self._sums)
         arguments = self._changed, self._sums, self._remembered
-        self._runtime.launch_items("checksums", "mark_changed", self._words.count, *arguments)
+        self._runtime.launch_items("word_sums", "mark_changed", self._words.count, *arguments)
 
     def fetch_changed(self) -> CudaFetch:
         return self._fetches.fetch(self._changed, lambda marks: marks != 0)
-
-
-@dataclass(frozen=True)
-class CudaWatchedArrays:
-    """Implements `WatchedArrays`."""
-
-    runtime: CudaRuntime
-    arrays: tuple[DeviceArray, ...]
-    staging: Staging
-
-    def checksums(self) -> CudaChecksums:
-        of_zeros = [checksum_of_zeros(array.nbytes) for array in self.arrays]
-        return CudaChecksums(self.runtime, self.arrays, self.staging, "remainders", of_zeros)
-
-    def sums(self) -> CudaChecksums:
-        return CudaChecksums(self.runtime, self.arrays, self.staging, "words")
-
-    def guard(self) -> CudaGuard:
-        return CudaGuard(self.runtime, self.arrays, self.staging)
-
-
-def checksum_of_zeros(size_bytes: int) -> int:
-    """Return the CRC-32 of `size_bytes` zero bytes, in time proportional to the logarithm of the size.
-
-    It equals the term that the inversions of CRC-32 contribute to the checksum of any data of this size.
-    """
-    power, square, bits = _ONE, _ONE >> 1, 8 * size_bytes
-    while bits:
-        if bits & 1:
-            power = _product(power, square)
-        square, bits = _product(square, square), bits >> 1
-    return _product(0xFFFFFFFF, power) ^ 0xFFFFFFFF
-
-
-def _product(a: int, b: int) -> int:
-    """Return the product of two polynomials over GF(2), modulo the polynomial of CRC-32; bit 31 is the coefficient of x^0."""
-    total = 0
-    for bit in range(31, -1, -1):
-        if a >> bit & 1:
-            total ^= b
-        b = b >> 1 ^ (_POLYNOMIAL if b & 1 else 0)
-    return total
 
 
 #: number of elements that a block and a thread process at a time: `TILE` and `W` of runs.cuh
@@ -449,8 +387,11 @@ class CudaArithmetic(Arithmetic):
     def fetch_finite(self, arrays: Sequence[Array]) -> Fetch:
         return self._tables.of(arrays).finite(arrays) if arrays else HostFetch(np.zeros(0, np.bool_))
 
-    def watched(self, arrays: Sequence[Array]) -> WatchedArrays:
-        return CudaWatchedArrays(self._runtime, tuple(arrays), self._staging)
+    def word_sums(self, arrays: Sequence[Array]) -> WordSums:
+        return WordSums(self._runtime, arrays, self._staging)
+
+    def guard(self, arrays: Sequence[Array]) -> CudaGuard:
+        return CudaGuard(self._runtime, arrays, self._staging)
 
     def fetch(self, array: Array) -> Fetch:
         place = array.pointer, array.nbytes

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import zlib
 
 import numpy as np
 import pytest
@@ -16,7 +15,6 @@ from hpctrain.backend.cuda.arithmetic import (
     TILE,
     ArrayTable,
     CudaArithmetic,
-    checksum_of_zeros,
 )
 from hpctrain.backend.cuda.device import DeviceArray, bfloat16_bits
 from hpctrain.backend.cuda.kernel_set import CudaKernelSet
@@ -311,35 +309,17 @@ CHECKSUM_SIZES = (0, 5, TILE + 3, 0, 255, 256, 257, 2 * TILE, 1, 3 * TILE - 1, 0
 
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 @pytest.mark.parametrize("seed", range(3))
-def test_checksums_are_those_of_the_host(cuda_kernels: CudaKernelsFactory, dtype: str, seed: int) -> None:
+def test_sums_are_of_the_words_at_the_point_at_which_they_are_asked_for(
+    cuda_kernels: CudaKernelsFactory, dtype: str, seed: int
+) -> None:
     kernels = cuda_kernels(seed=seed)
     values, arrays = _placed(kernels, dtype, CHECKSUM_SIZES)
-    checksums = kernels.arithmetic.watched(arrays).checksums()
+    sums = kernels.arithmetic.word_sums(arrays)
     for _ in range(2):
-        np.testing.assert_array_equal(checksums.fetch().result(), [zlib.crc32(array.tobytes()) for array in values])
-        assert checksums.fetch().result().dtype == np.uint32
+        fetch = sums.fetch()
         kernels.arithmetic.fill(arrays[7], 3)
+        assert fetch.result().tolist() == [int(array.view(np.uint32).sum(dtype=np.uint64)) % (1 << 32) for array in values]
         values[7] = np.full(CHECKSUM_SIZES[7], 3, dtype)
-
-
-def test_sums_are_of_the_words_of_each_array(cuda_kernels: CudaKernelsFactory) -> None:
-    kernels = cuda_kernels()
-    values, arrays = _placed(kernels, "float32", CHECKSUM_SIZES)
-    expected = [int(array.view(np.uint32).sum(dtype=np.uint64)) % (1 << 32) for array in values]
-    assert kernels.arithmetic.watched(arrays).sums().fetch().result().tolist() == expected
-
-
-def test_checksums_are_of_the_point_at_which_they_are_asked_for(cuda_kernels: CudaKernelsFactory) -> None:
-    kernels = cuda_kernels()
-    values, arrays = _placed(kernels, "float32", CHECKSUM_SIZES)
-    fetch = kernels.arithmetic.watched(arrays).checksums().fetch()
-    kernels.arithmetic.fill(arrays[2], 1)
-    np.testing.assert_array_equal(fetch.result(), [zlib.crc32(array.tobytes()) for array in values])
-
-
-@given(size=st.integers(0, 1 << 12))
-def test_zeros_have_the_checksum_of_as_many_bytes(size: int) -> None:
-    assert checksum_of_zeros(size) == zlib.crc32(bytes(size))
 
 
 def _flip(kernels: CudaKernelSet, array: DeviceArray, word: int, bit: int) -> None:
@@ -353,7 +333,7 @@ def _flip(kernels: CudaKernelSet, array: DeviceArray, word: int, bit: int) -> No
 def test_a_guard_marks_the_arrays_with_a_flipped_bit(cuda_kernels: CudaKernelsFactory, dtype: str, seed: int) -> None:
     kernels, random = cuda_kernels(seed=seed), np.random.default_rng(seed)
     _, arrays = _placed(kernels, dtype, CHECKSUM_SIZES)
-    guard = kernels.arithmetic.watched(arrays).guard()
+    guard = kernels.arithmetic.guard(arrays)
     guard.remember()
     guard.compare()
     assert not guard.fetch_changed().result().any()
@@ -370,7 +350,7 @@ def test_a_guard_marks_the_arrays_with_a_flipped_bit(cuda_kernels: CudaKernelsFa
 def test_what_is_remembered_is_what_is_there_at_that_point(cuda_kernels: CudaKernelsFactory) -> None:
     kernels = cuda_kernels()
     _, arrays = _placed(kernels, "float32", CHECKSUM_SIZES)
-    guard = kernels.arithmetic.watched(arrays).guard()
+    guard = kernels.arithmetic.guard(arrays)
     kernels.arithmetic.fill(arrays[2], 1)
     guard.remember()
     guard.compare()
@@ -383,7 +363,7 @@ def test_what_is_remembered_is_what_is_there_at_that_point(cuda_kernels: CudaKer
 def test_arrays_of_two_bytes_are_refused(cuda_kernels: CudaKernelsFactory) -> None:
     kernels = cuda_kernels()
     with pytest.raises(AssertionError, match="words of 4 bytes"):
-        kernels.arithmetic.watched([kernels.arithmetic.zeros(3, "bfloat16")]).checksums()
+        kernels.arithmetic.word_sums([kernels.arithmetic.zeros(3, "bfloat16")])
 
 
 #: (target's shape and box, source's shape and box)
