@@ -46,6 +46,18 @@ CLASSES_WITH_LATE_ATTRIBUTES = {
     "hpctrain.parallel.moves.ReduceScatterOperator",
 }
 
+#: module and assigned attribute; those of `cli` belong to objects of rich
+ASSIGNED_IN_OTHER_ROOMS = {
+    "hpctrain.bench.engine_step: chosen.kernels.captures",
+    "hpctrain.cli.result_tables: self._console.width",
+    "hpctrain.cli.simulation_tables: table.title",
+    "hpctrain.comm.progress: self.flight.beats",
+    "hpctrain.job.flight_records: progress.explain",
+    "hpctrain.planner.measure.measurement: decision.value",
+    "hpctrain.run.images: file.pixels.policy",
+    "hpctrain.testing.layers: parameter.data",
+}
+
 
 @cache
 def modules() -> dict[str, ast.Module]:
@@ -140,6 +152,25 @@ def late_attributes() -> dict[str, set[str]]:
 
 def test_no_attribute_is_born_outside_of_the_construction() -> None:
     check_exceptions(late_attributes(), CLASSES_WITH_LATE_ATTRIBUTES, "__init__ defines every attribute")
+
+
+def test_no_room_assigns_attributes_of_objects_of_other_rooms() -> None:
+    """An attribute belongs to the rooms whose classes define one of that name; it is free if no class of the package does."""
+    owners: dict[str, set[str]] = defaultdict(set)
+    for name, node in classes():
+        methods = (_assigned(item) for item in node.body if isinstance(item, ast.FunctionDef))
+        for attribute in _born(node).union(*methods):
+            owners[attribute].add(name.split(".")[1])
+    assigned = {
+        f"{module}: {ast.unparse(node)}"
+        for module, tree in modules().items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute)
+        and not isinstance(node.ctx, ast.Load)
+        and ast.unparse(node.value) not in ("self", "cls")
+        if owners[node.attr] and module.split(".")[1] not in owners[node.attr]
+    }
+    check_exceptions(assigned, ASSIGNED_IN_OTHER_ROOMS, "a room assigns attributes of its own objects only")
 
 
 def test_functions_and_modules_are_short() -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
@@ -170,6 +171,8 @@ class GradientAverager(ABC):
         reads: sums of the parameters that a step reads (`AveragerSetup.read_sums`); None: not watched, or it is unknown what a
             step has read. Ranks with a copy must hold the same bits from `before_forward` until the last operator of backward is
             done. If a part is written before `end_backward` is called, the averager sums it before the write.
+        complete_parameters: callable that waits until all parameters hold the values of this step, including parameters that its
+            forward did not use.
         update_parts: owned segments of each optimiser update, the same in every step; empty if they are unknown.
         rounded: exact values and rounding errors of the parameters that this rank owns, if parameters travel in 16 bits; else
             None.
@@ -196,6 +199,7 @@ class GradientAverager(ABC):
         self._state_of: Callable[[Segment], dict[str, Array]] = setup.optimizer.state
         self.gather_parameters: Callable[[], None] | None = None
         self.reads: ReadSums | None = None
+        self.complete_parameters = partial(self.before_forward, tuple(self.group.parameters.values()))
         self.update_parts: Sequence[Sequence[Segment]] = ()
         self.rounded: RoundedParameters | None = None
         self.counted: Callable[[], Sequence[tuple[Segment, dict[str, Array]]]] | None = None
@@ -250,10 +254,6 @@ class GradientAverager(ABC):
     @abstractmethod
     def before_forward(self, parameters: Sequence[Parameter]) -> None:
         """Wait until these parameters hold the values of this step. Forward must not read them earlier."""
-
-    def complete_parameters(self) -> None:
-        """Wait until all parameters hold the values of this step, including parameters that its forward did not use."""
-        self.before_forward(tuple(self.group.parameters.values()))
 
     @abstractmethod
     def drain(self) -> None:

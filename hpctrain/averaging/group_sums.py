@@ -26,7 +26,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from hpctrain.backend.arithmetic import ArraySums, Fetch
+from hpctrain.backend.arithmetic import Fetch, WordSums
 from hpctrain.comm.base import Array, Communicator
 from hpctrain.comm.progress import LocalEvent, PostingQueue, ProgressEngine, Ticket
 from hpctrain.core.intervals import Interval, ShardsOfRank, TreeAddition, additions, cover, even_interval
@@ -345,7 +345,7 @@ class ReadSums:
     def __init__(self, group: FlatGroup, parts: Sequence[Sequence[Segment]], owned: Sequence[Segment] = ()) -> None:
         self.names: list[str] = []
         self.owned: list[bool] = []
-        self._sums: dict[int, ArraySums] = {}  # by part
+        self._sums: dict[int, WordSums] = {}  # by part
         places = {place for segment in owned if segment.size for place in (segment.start, segment.stop)}
         for number, part in enumerate(parts):
             pieces = [piece for segment in part for piece in _cut(segment, places)]

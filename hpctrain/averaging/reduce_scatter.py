@@ -387,6 +387,7 @@ class ReduceScatterAverager(GradientAverager):
         self.counted = self.operations.counted
         self.rounded = self.operations.rounded
         self.reads, self.update_parts = self.operations.reads, self.operations.update_parts
+        self.complete_parameters = partial(self._wait_gathered, None)
         self.gather_parameters = partial(self.operations.gather_parameters, self.progress)
         self._exchanging = exchanging
         self._weight_of = {name: weight for weight, biases in exchanging.items() for name in (weight, *biases)}
@@ -520,9 +521,6 @@ class ReduceScatterAverager(GradientAverager):
             if self._refreshes_shadows:
                 segment = self.group.segment(parameter.name)
                 self.group.refresh_shadow(segment.start, segment.stop)
-
-    def complete_parameters(self) -> None:
-        self._wait_gathered(None)
 
     def _wait_gathered(self, name: str | None) -> None:
         """Wait until a parameter holds the values of the previous step's update; None: all parameters."""

@@ -296,7 +296,7 @@ class MomentDescent(Protocol):
         ...
 
 
-class ArraySums(Protocol):
+class WordSums(Protocol):
     """Sums of the 32-bit words of arrays, modulo 2^32. Bound to the arrays at set-up.
 
     A sum reveals every change within one word, but not several changes that cancel.
@@ -305,10 +305,6 @@ class ArraySums(Protocol):
     def fetch(self) -> Fetch:
         """Fetch the sum of each array after all work enqueued so far; uint32 (arrays,)."""
         ...
-
-
-class ArrayGuard(Protocol):
-    """Detector of unintended changes of arrays, by their `ArraySums`. Bound to the arrays at set-up."""
 
     def remember(self) -> None:
         """Record the sums of the arrays after all work enqueued so far."""
@@ -389,12 +385,8 @@ class Arithmetic(ABC):
         """Fetch whether all elements of each array are finite after all work enqueued so far; bool (len(arrays),)."""
 
     @abstractmethod
-    def word_sums(self, arrays: Sequence[Array]) -> ArraySums:
+    def word_sums(self, arrays: Sequence[Array]) -> WordSums:
         """Return the sums of flat arrays of whole 32-bit words, of any dtypes. For set-up only."""
-
-    @abstractmethod
-    def guard(self, arrays: Sequence[Array]) -> ArrayGuard:
-        """Return a guard of flat arrays of whole 32-bit words that has recorded their current sums. For set-up only."""
 
     @abstractmethod
     def fetch(self, array: Array) -> Fetch:

@@ -36,14 +36,16 @@ class HostFetch:
         return self.values
 
 
-class HostSums:
-    """Implements `ArraySums`. Arrays that are adjacent in memory are summed in one call."""
+class HostWordSums:
+    """Implements `WordSums`. Arrays that are adjacent in memory are summed in one call."""
 
     def __init__(self, arrays: Sequence[np.ndarray]) -> None:
         self._count = len(arrays)
         sized = [number for number, array in enumerate(arrays) if array.size]
         self._runs = [_run([arrays[number] for number in run]) for run in _neighbours(arrays, sized)]
         self._numbers = np.array(sized, np.intp)
+        self._changed = np.zeros(len(arrays), bool)
+        self._remembered = np.zeros(len(arrays), _WORD)
 
     def fetch(self) -> HostFetch:
         sums, begin = np.zeros(self._count, _WORD), 0
@@ -52,20 +54,11 @@ class HostSums:
             begin += len(starts)
         return HostFetch(sums)
 
-
-class HostGuard:
-    """Implements `ArrayGuard`."""
-
-    def __init__(self, arrays: Sequence[np.ndarray]) -> None:
-        self._changed = np.zeros(len(arrays), bool)
-        self._sums = HostSums(arrays)
-        self._remembered = self._sums.fetch().values
-
     def remember(self) -> None:
-        self._remembered = self._sums.fetch().values
+        self._remembered = self.fetch().values
 
     def compare(self) -> None:
-        self._changed |= self._sums.fetch().values != self._remembered
+        self._changed |= self.fetch().values != self._remembered
 
     def fetch_changed(self) -> HostFetch:
         return HostFetch(self._changed.copy())
@@ -330,11 +323,8 @@ class HostArithmetic(Arithmetic):
         self.share(len(blocks), work, sum(array.size for array in flat))
         return HostFetch(finite)
 
-    def word_sums(self, arrays: Sequence[Array]) -> HostSums:
-        return HostSums(arrays)
-
-    def guard(self, arrays: Sequence[Array]) -> HostGuard:
-        return HostGuard(arrays)
+    def word_sums(self, arrays: Sequence[Array]) -> HostWordSums:
+        return HostWordSums(arrays)
 
     def fetch(self, array: Array) -> Fetch:
         return HostFetch(to_float32(array))

@@ -191,8 +191,7 @@ class Network:
         parameters: this rank's parameters by full name.
         parameter_specs: declarations of the whole model's parameters by full name.
         shards: this rank's part of each parameter by full name; None for a whole parameter.
-        slices: messages that carry each parameter, by parameter name. The averager's owner sets them before the second step,
-            because captured spans end where one of these messages begins or is waited for.
+        slices: messages that carry each parameter, by parameter name.
 
     Raises:
         ShapeError: the layers do not fit each other or the image; the message names the layer.
@@ -356,6 +355,13 @@ class Network:
             self._programs[key] = make()
         self._programs.move_to_end(key)
         return self._programs[key]
+
+    def set_slices(self, slices: Slices) -> None:
+        """Set the messages that carry each parameter, before the second step.
+
+        Captured spans end where one of these messages begins or is waited for.
+        """
+        self.slices = slices
 
     def _bound(
         self,

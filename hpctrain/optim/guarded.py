@@ -30,17 +30,18 @@ class WriteGuard:
     def __init__(self, arrays: Mapping[str, Array], arithmetic: Arithmetic) -> None:
         sized = {name: array for name, array in arrays.items() if array.size}
         self._names, self._on_host = list(sized), arithmetic.on_host
-        self._guard = arithmetic.guard(list(sized.values()))
+        self._sums = arithmetic.word_sums(list(sized.values()))
         self._fetch: Fetch | None = None
         self.changed: tuple[str, ...] = ()
+        self.remember()
 
     def remember(self) -> None:
         """Remember the current values as correct. Call it just after they were written."""
-        self._guard.remember()
+        self._sums.remember()
 
     def compare(self) -> None:
         """Compare the arrays with the remembered values. Call it just before they are written."""
-        self._guard.compare()
+        self._sums.compare()
 
     def write(self, write: Callable[[], None]) -> None:
         """Compare the arrays, call `write`, which modifies them, and remember the new values."""
@@ -50,7 +51,7 @@ class WriteGuard:
 
     def fetch(self) -> None:
         """Request the findings of all comparisons so far, without waiting."""
-        self._fetch = self._guard.fetch_changed()
+        self._fetch = self._sums.fetch_changed()
 
     def read(self) -> None:
         """Update `changed`: on the host from all comparisons, on a device from those before the last `fetch`, which may wait."""

@@ -19,6 +19,7 @@ import numpy as np
 from hpctrain.averaging.averagers import make_strategy
 from hpctrain.backend.choice import Backend, make_backend
 from hpctrain.comm.base import Communicator, Subject, compare, raise_on_all_ranks
+from hpctrain.comm.transports import Transport
 from hpctrain.config.checks import check_device, make_schedule
 from hpctrain.config.grid import model_options, parallel_plan
 from hpctrain.config.images import (
@@ -238,6 +239,7 @@ class TrainingSetup:
         notes: remarks on the data for the user, one sentence each.
         sizes: sizes of training images by epoch; None: they have one size.
         cache: cache levels between loaders and files.
+        transport: transport of arrays in device memory.
     """
 
     backend: Backend
@@ -250,6 +252,7 @@ class TrainingSetup:
     notes: tuple[str, ...]
     sizes: ImageSizes | None = None
     cache: DataCache | None = None
+    transport: Transport = "staged"
 
     @property
     def loaders(self) -> tuple[Loader, ...]:
@@ -279,8 +282,8 @@ def build(
     setup = raise_on_all_ranks(session.world, lambda: _build(session, opened, known))
     cache = give_levels(session, session.config.data.cache, setup.loaders, stop_requested=stop_requested)
     arithmetic = setup.backend.kernels.arithmetic
-    setup.replica.transport, way = choose_transport(session.config, session.world, arithmetic, session.device_messages)
-    return replace(setup, cache=cache, notes=(*setup.notes, *way, *cache.notes))
+    transport, way = choose_transport(session.config, session.world, arithmetic, session.device_messages)
+    return replace(setup, cache=cache, transport=transport, notes=(*setup.notes, *way, *cache.notes))
 
 
 def _build(session: Session, opened: Mapping[Split, ImageFile], known: DataFacts | None) -> TrainingSetup:

@@ -132,7 +132,7 @@ class LoopCheckpoints:
                 saver.begin(shards(self._world, replica, position, meta, path))
             else:
                 saver.begin(one_file(self._world, replica, position, meta, path, copied=background))
-            replica.kept_step = replica.global_step
+            replica.loop.keeps(replica.global_step)
         self._notes.phase(BETWEEN)
 
     def load(self, replica: Replica, path: Path) -> Mapping[str, Any]:
@@ -150,7 +150,7 @@ class LoopCheckpoints:
         raise_on_all_ranks(self._world, partial(replica.load, content))
         if isinstance(content.tensors, ShardedTensors):
             content.tensors.close()
-        replica.kept_step = replica.global_step
+        replica.loop.keeps(replica.global_step)
         replica.require_alike(schedules=True)
         self._notes.phase(BETWEEN)
         notes: Mapping[str, Any] = content.meta.get("notes", {})  # type: ignore[assignment]

@@ -50,12 +50,12 @@ def agree_schedules(
     """
     stored = raise_on_all_ranks(session.world, lambda: _stored(session, setup.replica.strategies, start, schedule_from))
     with _guarded(session, setup):
-        setup.replica.agree(stored)
+        setup.replica.agree(stored, setup.transport)
 
 
 def _guarded(session: Session, setup: TrainingSetup) -> AbstractContextManager[None]:
     """Return a guard that ends the job if NCCL's start exceeds the deadline; a null context for other transports."""
-    if setup.replica.transport != "nccl":
+    if setup.transport != "nccl":
         return nullcontext()
     seconds = max(session.config.deadline_seconds, _LEAST_JOIN_SECONDS)
     return guard("The start of NCCL", seconds, rank=session.world.rank)

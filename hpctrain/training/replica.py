@@ -65,6 +65,7 @@ class LoopState:
         skipped_in_a_row: number of consecutive steps, up to the latest, that changed nothing.
         cause: cause of the latest skipped step; None if none was skipped.
         stop_requested: whether some rank was asked to stop; all ranks read this after the same step.
+        kept_step: step of the newest checkpoint, for messages; None: there is none.
     """
 
     def __init__(
@@ -80,6 +81,7 @@ class LoopState:
         self.skipped = self.skipped_in_a_row = 0
         self.cause: Cause | None = None
         self.stop_requested = False
+        self.kept_step: int | None = None
         self._status = 0
 
     def begin(self, epoch: int, global_step: int) -> None:
@@ -126,6 +128,10 @@ class LoopState:
     def restore(self, position: Position) -> None:
         """Set the numbers of skipped steps to those of a position from which training continues."""
         self.skipped, self.skipped_in_a_row, self.cause = position.skipped, position.skipped_in_a_row, None
+
+    def keeps(self, step: int) -> None:
+        """Note that the newest checkpoint is of this step."""
+        self.kept_step = step
 
     def position(self, global_step: int) -> Position:
         """Return the position after `global_step` steps, for a checkpoint."""
@@ -359,14 +365,12 @@ class Replica:
         passes: passes over a rank's samples.
         loop: same as the argument.
         settings: settings of the optimisers before they were bound.
-        transport: transport of arrays in device memory; may be set until `agree`.
         distribution: this rank's part of the model if ranks share samples; None otherwise.
         tiles: tiles of the images that this rank reads if ranks share samples; None: it reads whole images.
         average: average of the weights; None without `ema`.
         watch: comparison of values between ranks; None without checks.
         global_step: number of steps done.
         lr: learning rate of the last step.
-        kept_step: step of the newest checkpoint, for messages; None: there is none.
 
     Raises:
         ConfigError: a strategy does not support the configuration.
@@ -410,17 +414,16 @@ class Replica:
         self._reduction = StepReduction(groups.messages, progress, statistics, shards, checks=self._agreed.size)
         self._guard: StepGuard | None = None
         self._step = self._training_step()
-        self.transport = AveragerSetup.transport  # the default
         self.global_step, self.lr, self._current_lr, self._finite_at_step = 0, 0.0, 0.0, -1
-        self.kept_step: int | None = None
 
-    def agree(self, stored: Mapping[str, CollectiveSchedule] | None = None) -> None:
+    def agree(self, stored: Mapping[str, CollectiveSchedule] | None = None, transport: Transport = "staged") -> None:
         """Create the averagers, and agree on the operations that each posts in a step.
 
         Collective. Call it once, before any other collective method.
 
         Args:
             stored: schedules of an earlier run, by parameter group; used if they fit.
+            transport: transport of arrays in device memory.
 
         Raises:
             CollectiveMismatchError: the schedules of the ranks differ.
@@ -433,11 +436,11 @@ class Replica:
             self.strategies,
             self._optimizers,
             stored or {},
-            self.transport,
+            transport,
             self.passes,
             watched=self._checks.every_steps > 0,
         )
-        self.network.slices = slices_of(averagers)
+        self.network.set_slices(slices_of(averagers))
         if self._ema is not None and averagers:
             self.average = WeightAverage(self.network, averagers, self._ema)
         if self._checks.every_steps and averagers:
@@ -698,7 +701,7 @@ class Replica:
     def _raise_corrupted(self) -> None:
         """Raise the same error on all ranks for the differences that the watch has found. Collective; after `drain`."""
         assert self.watch is not None
-        raise self.watch.error(self.kept_step).of_all_ranks()
+        raise self.watch.error(self.loop.kept_step).of_all_ranks()
 
 
 def _check_statistics(replica: Replica, batch: Batch, nominal_batch: int) -> None:

@@ -162,7 +162,7 @@ class Trainer:
         sampler = self._loader.sampler
         last = max(0, math.ceil(position.in_steps(sampler.samples, sampler.batch)) - 1)
         self._replica.lr = self._schedule.rate(last, position.plateau)
-        self._replica.kept_step = position.global_step or None
+        self._state.kept_step = position.global_step or None
         self._loader.sampler.reorder(position.reorderings)
 
     def _run_from(self, position: Position) -> Outcome:
@@ -392,7 +392,8 @@ class Trainer:
         self._notes.phase(RunPhase.SAVE)
         with self._limit.saving(whole=self._saver is None or not self._saver.asynchronous):
             self._save(position)
-        self._saved_step = self._replica.kept_step = position.global_step
+        self._saved_step = position.global_step
+        self._state.keeps(position.global_step)
         self._rate.restart()
         if self._trace is not None:
             self._trace.add(Category.WORK, "checkpoint", begin_ns, self._trace.clock_ns())

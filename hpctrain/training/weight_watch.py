@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from hpctrain.averaging.base import GradientAverager
-from hpctrain.backend.arithmetic import Arithmetic, Array, ArraySums, Fetch
+from hpctrain.backend.arithmetic import Arithmetic, Array, Fetch, WordSums
 from hpctrain.backend.host_arithmetic import HostArithmetic, HostFetch
 from hpctrain.core.errors import CorruptedStateError
 from hpctrain.core.text import spans
@@ -262,7 +262,7 @@ class WeightWatch:
         #: sums of steps that are not sent yet. On a device they are sent one step late, to avoid a wait
         self._pending = deque[_Taken](maxlen=1 if network.kernels.arithmetic.on_host else 2)
         #: names and sums of other arrays than those of `GradientAverager.reads` that ranks must hold alike, with their kind
-        self._others: list[tuple[int, list[str], ArraySums]] = []
+        self._others: list[tuple[int, list[str], WordSums]] = []
         views = {f"running statistic {name}": view for name, view in network.statistics.views.items()}
         if average is not None:
             views |= {f"the average of running statistic {name}": view for name, view in average.views.items()}

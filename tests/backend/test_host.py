@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hpctrain.backend import host_arithmetic
 from hpctrain.backend.arithmetic import Arithmetic, Corrections, MomentRule, StagedBytes, UpdateRun
 from hpctrain.backend.cuda.kernel_set import CudaKernelSet
-from hpctrain.backend.host_arithmetic import HostArithmetic, HostGuard, HostSums, all_finite
+from hpctrain.backend.host_arithmetic import HostArithmetic, HostWordSums, all_finite
 from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
 from hpctrain.backend.numpy.operator import allocate
 from hpctrain.backend.onednn.arithmetic import OnednnArithmetic
@@ -134,7 +134,7 @@ def _arrays() -> list[np.ndarray]:
 @given(number=st.integers(0, len(SIZES)), place=st.integers(0, 99), bit=st.integers(0, 31))
 def test_a_flipped_bit_marks_its_array_for_good(number: int, place: int, bit: int) -> None:
     arrays = _arrays()
-    guard = HostGuard(arrays)
+    guard = HostWordSums(arrays)
     guard.remember()
     guard.compare()
     assert not guard.fetch_changed().result().any()
@@ -152,15 +152,12 @@ def test_a_flipped_bit_marks_its_array_for_good(number: int, place: int, bit: in
 def test_sums_are_of_the_words_of_each_array() -> None:
     arrays = _arrays()
     expected = [int(array.view(np.uint32).sum(dtype=np.uint64)) % (1 << 32) for array in arrays]
-    assert HostSums(arrays).fetch().result().tolist() == expected
+    assert HostWordSums(arrays).fetch().result().tolist() == expected
 
 
 def test_no_arrays_have_no_sums() -> None:
-    assert HostSums([]).fetch().result().shape == (0,)
-    guard = HostGuard([])
-    guard.remember()
-    guard.compare()
-    assert guard.fetch_changed().result().shape == (0,)
+    assert HostWordSums([]).fetch().result().shape == (0,)
+    assert HostWordSums([]).fetch_changed().result().shape == (0,)
 
 
 def test_the_sets_of_the_cpu_have_the_arithmetic_of_the_host() -> None:

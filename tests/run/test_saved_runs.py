@@ -526,7 +526,7 @@ def test_what_is_saved_between_steps_goes_on_bit_by_bit(ranks: int, name: str, b
     def resumed(comm: ThreadCommunicator) -> dict[str, bytes]:
         replica, checkpoints = _made(comm)
         assert checkpoints.load(replica, tmp_path / name) == {"seen": 3}
-        assert replica.global_step == replica.kept_step == 3
+        assert replica.global_step == 3
         for batch in [*batches(TASK, comm.rank, comm.size)][3:]:
             replica.step(batch, TASK.lr)
         return _tensors(replica)

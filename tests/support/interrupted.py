@@ -237,6 +237,7 @@ class PartOfRun:
             data=DataFacts.of(file),
             notes=(),
             sizes=task.image_sizes,
+            transport=task.transport,
         )
 
 

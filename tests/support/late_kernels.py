@@ -108,8 +108,8 @@ class LateDescent:
 
 
 @dataclass(frozen=True)
-class LateWatch:
-    """Sums, or a guard, of arrays of the host, whose looks are taken in their turn."""
+class LateWordSums:
+    """Sums of arrays of the host, taken in their turn."""
 
     queue: Queue
     inner: Any
@@ -182,13 +182,9 @@ class LateArithmetic(Arithmetic):
         self._queue.put(lambda *values: np.copyto(flags, self._host.fetch_finite(values).result()), *arrays)
         return LateFetch(self._queue, flags)
 
-    def word_sums(self, arrays: Sequence[Array]) -> LateWatch:
+    def word_sums(self, arrays: Sequence[Array]) -> LateWordSums:
         assert all(isinstance(array, DeviceArray) for array in arrays)
-        return LateWatch(self._queue, self._host.word_sums(unwrapped(tuple(arrays))), len(arrays))
-
-    def guard(self, arrays: Sequence[Array]) -> LateWatch:
-        self._queue.wait()
-        return LateWatch(self._queue, self._host.guard(unwrapped(tuple(arrays))), len(arrays))
+        return LateWordSums(self._queue, self._host.word_sums(unwrapped(tuple(arrays))), len(arrays))
 
     def fetch(self, array: Array) -> Fetch:
         values = np.empty(array.shape, array.dtype)

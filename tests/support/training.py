@@ -191,7 +191,7 @@ def replica_of(
         strategy = partial(strategy, options=strategy.Options(**options))
     groups = GridGroups(ProcessGrid(comm, task.plan.rows, comm.size // task.plan.rows))
     replica = replica_on(task, groups, progress, strategy, nominal_batch=nominal_batch)
-    replica.agree()
+    replica.agree(transport=task.transport)
     return replica
 
 
@@ -212,7 +212,7 @@ def replica_on(
         class_weights=task.class_weights,
         frozen=task.frozen,
     )
-    replica = Replica(
+    return Replica(
         network,
         groups=groups,
         progress=progress,
@@ -225,8 +225,6 @@ def replica_on(
         skips=task.skips,
         ema=task.ema,
     )
-    replica.transport = task.transport
-    return replica
 
 
 def train(

@@ -118,47 +118,34 @@ class _Tables:
         return self._tables[key]
 
 
-class WordSums(_TiledArrays):
-    """Implements `ArraySums`."""
+class CudaWordSums(_TiledArrays):
+    """Implements `WordSums`. Keeps the arrays alive."""
 
     def __init__(self, runtime: CudaRuntime, arrays: Sequence[DeviceArray], staging: Staging) -> None:
         assert all(array.nbytes % 4 == array.pointer % 4 == 0 for array in arrays), "arrays are summed by words of 4 bytes"
         super().__init__(runtime, arrays, [array.nbytes // 4 for array in arrays], staging)
         self._arrays, self._partial = tuple(arrays), self.memory(self._tiles, "uint32")
-        self._sums = self.memory(self.count, "uint32")
-        self._fetches = FetchBuffers(runtime, self._sums.nbytes)
-
-    def sum_into(self, sums: DeviceArray) -> None:
-        """Enqueue the sum of each array, uint32."""
-        self._launch_tiles("word_sums", "sum_words", self._partial)
-        self._launch_arrays("word_sums", "join_words", self._partial, sums)
+        self._sums, self._remembered = (self.memory(self.count, "uint32") for _ in range(2))
+        self._changed = runtime.device.allocate(self.count)
+        self._fetches, self._fetches_changed = FetchBuffers(runtime, self._sums.nbytes), FetchBuffers(runtime, self.count)
 
     def fetch(self) -> CudaFetch:
-        self.sum_into(self._sums)
+        self._sum_into(self._sums)
         return self._fetches.fetch(self._sums)
 
-
-class CudaGuard:
-    """Implements `ArrayGuard`."""
-
-    def __init__(self, runtime: CudaRuntime, arrays: Sequence[DeviceArray], staging: Staging) -> None:
-        self._runtime = runtime
-        self._words = WordSums(runtime, arrays, staging)
-        self._sums, self._remembered = (self._words.memory(self._words.count, "uint32") for _ in range(2))
-        self._changed = runtime.device.allocate(self._words.count)
-        self._fetches = FetchBuffers(runtime, self._words.count)
-        self.remember()
-
     def remember(self) -> None:
-        self._words.sum_into(self._remembered)
+        self._sum_into(self._remembered)
 
     def compare(self) -> None:
-        self._words.sum_into(self._sums)
-        arguments = self._changed, self._sums, self._remembered
-        self._runtime.launch_items("word_sums", "mark_changed", self._words.count, *arguments)
+        self._sum_into(self._sums)
+        self._runtime.launch_items("word_sums", "mark_changed", self.count, self._changed, self._sums, self._remembered)
 
     def fetch_changed(self) -> CudaFetch:
-        return self._fetches.fetch(self._changed, lambda marks: marks != 0)
+        return self._fetches_changed.fetch(self._changed, lambda marks: marks != 0)
+
+    def _sum_into(self, sums: DeviceArray) -> None:
+        self._launch_tiles("word_sums", "sum_words", self._partial)
+        self._launch_arrays("word_sums", "join_words", self._partial, sums)
 
 
 #: number of elements that a block and a thread process at a time: `TILE` and `W` of runs.cuh
@@ -387,11 +374,8 @@ class CudaArithmetic(Arithmetic):
     def fetch_finite(self, arrays: Sequence[Array]) -> Fetch:
         return self._tables.of(arrays).finite(arrays) if arrays else HostFetch(np.zeros(0, np.bool_))
 
-    def word_sums(self, arrays: Sequence[Array]) -> WordSums:
-        return WordSums(self._runtime, arrays, self._staging)
-
-    def guard(self, arrays: Sequence[Array]) -> CudaGuard:
-        return CudaGuard(self._runtime, arrays, self._staging)
+    def word_sums(self, arrays: Sequence[Array]) -> CudaWordSums:
+        return CudaWordSums(self._runtime, arrays, self._staging)
 
     def fetch(self, array: Array) -> Fetch:
         place = array.pointer, array.nbytes

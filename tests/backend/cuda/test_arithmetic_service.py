@@ -333,7 +333,7 @@ def _flip(kernels: CudaKernelSet, array: DeviceArray, word: int, bit: int) -> No
 def test_a_guard_marks_the_arrays_with_a_flipped_bit(cuda_kernels: CudaKernelsFactory, dtype: str, seed: int) -> None:
     kernels, random = cuda_kernels(seed=seed), np.random.default_rng(seed)
     _, arrays = _placed(kernels, dtype, CHECKSUM_SIZES)
-    guard = kernels.arithmetic.guard(arrays)
+    guard = kernels.arithmetic.word_sums(arrays)
     guard.remember()
     guard.compare()
     assert not guard.fetch_changed().result().any()
@@ -350,7 +350,7 @@ def test_a_guard_marks_the_arrays_with_a_flipped_bit(cuda_kernels: CudaKernelsFa
 def test_what_is_remembered_is_what_is_there_at_that_point(cuda_kernels: CudaKernelsFactory) -> None:
     kernels = cuda_kernels()
     _, arrays = _placed(kernels, "float32", CHECKSUM_SIZES)
-    guard = kernels.arithmetic.guard(arrays)
+    guard = kernels.arithmetic.word_sums(arrays)
     kernels.arithmetic.fill(arrays[2], 1)
     guard.remember()
     guard.compare()
