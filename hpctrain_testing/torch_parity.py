@@ -177,7 +177,7 @@ def compare(
 
 
 def _context(count: int, training: bool) -> StepContext:
-    return StepContext(training=training, sample_ids=np.arange(count), global_count=count)
+    return StepContext(training=training, sample_ids=np.arange(count))
 
 
 def torch_module(name: str, width: float, state: Mapping[str, np.ndarray], dtype: str) -> Any:

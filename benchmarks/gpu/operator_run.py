@@ -62,7 +62,7 @@ class OperatorRun:
 
     def forward(self) -> dict[str, np.ndarray]:
         """The output, and statistics by role. The same samples and step each time."""
-        context = StepContext(training=True, step=3, sample_ids=self._ids, global_count=self._ids.size)
+        context = StepContext(training=True, step=3, sample_ids=self._ids)
         self._kernels.begin(context)
         self._operator.forward(context)
         return self._to_host({"output": self._buffers.output, **self._statistics})

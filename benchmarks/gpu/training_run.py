@@ -73,7 +73,7 @@ class TrainingRun:
         batch, turn = self.task.batch, 0 if self._resident else self._steps % self.task.batches
         if not self._resident:
             self.program.set_input(self._images[turn])
-        self.program.forward(StepContext(step=self._steps, sample_ids=self._ids, global_count=batch), hooks)
+        self.program.forward(StepContext(step=self._steps, sample_ids=self._ids), hooks)
         statistics = self.network.statistics
         handle, batch_statistics = self.program.loss(self._labels[turn], batch), statistics.fetch_batch()
         self.program.backward(hooks)

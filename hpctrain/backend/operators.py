@@ -75,17 +75,13 @@ class StepContext:
 
     Attributes:
         training: whether to use batch statistics and dropout; otherwise running statistics and no dropout are used.
-        epoch: number of the epoch, counted from 0 since the start of training, not since the last resume.
         step: number of the step, counted from 0 since the start of training.
         sample_ids: int64 (N,): index in the data set of each sample of this (micro-)batch on this rank.
-        global_count: number of samples of the whole step over all ranks and micro-batches.
     """
 
     training: bool = True
-    epoch: int = 0
     step: int = 0
     sample_ids: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
-    global_count: int = 0
 
 
 class StatisticsMerger(Protocol):

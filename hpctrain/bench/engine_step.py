@@ -122,7 +122,7 @@ class EngineStep:
         """Run one step, and return the mean loss."""
         batch, turn = self.task.batch, self._step % _BATCHES
         self.program.set_input(self._images[turn])
-        context = StepContext(step=self._step, sample_ids=self._ids, global_count=batch)
+        context = StepContext(step=self._step, sample_ids=self._ids)
         self.program.forward(context, hooks)
         loss, batch_statistics = self.program.loss(self._labels[turn], batch), self.network.statistics.fetch_batch()
         hooks.operator_done("loss", "forward")

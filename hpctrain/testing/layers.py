@@ -64,7 +64,7 @@ def check_gradients(
     program = network.program(batch, training=True, input_gradient=True)
     x = random.standard_normal((batch, *image_shape))
     labels = random.integers(0, _CLASSES, batch)
-    context = StepContext(sample_ids=np.arange(batch), global_count=batch)
+    context = StepContext(sample_ids=np.arange(batch))
 
     def loss() -> float:
         program.x[...] = x

@@ -197,7 +197,7 @@ def forward(network: Network, batch: Batch) -> Program:
     """
     program = network.program(batch.share.counts, training=False, image_shape=batch.image_shape)
     program.set_input(batch.x)
-    program.forward(StepContext(training=False, sample_ids=batch.sample_ids, global_count=batch.global_count))
+    program.forward(StepContext(training=False, sample_ids=batch.sample_ids))
     return program
 
 

@@ -311,16 +311,7 @@ class TrainingStep:
             # A rank that reads tiles of images has the tiles of all samples of its split group.
             program.set_input(batch.x[part.own if len(batch.x) == len(batch.y) else part.shared])
         self._lap(Category.WORK, "input copy")
-        contexts = [
-            StepContext(
-                training=True,
-                epoch=batch.epoch,
-                step=global_step,
-                sample_ids=batch.sample_ids[part.shared],
-                global_count=batch.global_count,
-            )
-            for _, part in parts
-        ]
+        contexts = [StepContext(training=True, step=global_step, sample_ids=batch.sample_ids[part.shared]) for _, part in parts]
         begins = parts[0][0] == 0
 
         def turn(place: int) -> None:

@@ -27,7 +27,7 @@ def test_a_rank_without_samples_has_zero_gradients(name: str) -> None:
     program = network.program(0, training=True)
     for parameter in network.parameters.values():
         parameter.grad[...] = np.nan
-    assert program.forward(StepContext(global_count=5)).shape == (0, 7)
+    assert program.forward(StepContext()).shape == (0, 7)
     assert program.loss(np.zeros(0, np.int64), 5).count == 0
     program.backward()
     for parameter_name, parameter in network.parameters.items():
@@ -47,7 +47,7 @@ def test_gradients_of_a_batch_are_sums_over_its_parts(name: str) -> None:
     def gradient(part: slice) -> np.ndarray:
         program = network.program(len(labels[part]), training=True)
         program.x[...] = x[part]
-        program.forward(StepContext(sample_ids=np.arange(5)[part], global_count=5))
+        program.forward(StepContext(sample_ids=np.arange(5)[part]))
         program.loss(labels[part], 5)
         program.backward()
         return network.groups["all"].grad.copy()

@@ -117,7 +117,7 @@ def _step(network: Network, step: int, hooks: StepHooks) -> tuple[Array, Array]:
     random = np.random.default_rng(step)
     program = network.program(3, training=True)
     program.x[...] = random.standard_normal((3, *SHAPE))
-    logits = program.forward(StepContext(step=step, sample_ids=np.arange(3), global_count=3), hooks).copy()
+    logits = program.forward(StepContext(step=step, sample_ids=np.arange(3)), hooks).copy()
     program.loss(random.integers(0, 5, 3), 3)
     program.backward(hooks)
     return logits, np.concatenate([group.grad for group in network.groups.values()])
@@ -206,7 +206,7 @@ def _batch(network: Network, program: Program, place: int) -> tuple[StepContext,
     random = np.random.default_rng(place)
     program.set_input(random.standard_normal(program.x.shape, np.float32))
     labels = random.integers(0, network.classes, program.batch)
-    return StepContext(training=True, sample_ids=np.arange(program.batch) + 100 * place, global_count=12), labels
+    return StepContext(training=True, sample_ids=np.arange(program.batch) + 100 * place), labels
 
 
 def _run(network: Network, programs: SideBySide) -> tuple[_Kept, list[tuple[bytes, bytes]]]:

@@ -43,7 +43,7 @@ def network_of(case: str, kernels: KernelSet, dtype: str, *, frozen: bool = True
 def loss_of(network: Network, x: np.ndarray) -> float:
     program = network.program(BATCH, training=True)
     program.set_input(x)
-    program.forward(StepContext(sample_ids=np.arange(BATCH), global_count=BATCH))
+    program.forward(StepContext(sample_ids=np.arange(BATCH)))
     return float(program.loss(LABELS, BATCH).result().loss / BATCH)
 
 

@@ -126,7 +126,7 @@ def run_on(network: Network, x: np.ndarray, *, training: bool, ids: np.ndarray |
     program = network.program(len(x), training=training)
     program.x[...] = x
     ids = np.arange(len(x)) if ids is None else ids
-    context = StepContext(training=training, step=step, sample_ids=ids, global_count=len(x))
+    context = StepContext(training=training, step=step, sample_ids=ids)
     return np.array(program.forward(context))
 
 

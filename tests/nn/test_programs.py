@@ -40,7 +40,7 @@ def _network(model: Layer, **options: Any) -> Network:
 
 def _data(n: int) -> tuple[np.ndarray, np.ndarray, StepContext]:
     random = np.random.default_rng(n)
-    context = StepContext(step=4, sample_ids=np.arange(n, dtype=np.int64) * 3, global_count=n)
+    context = StepContext(step=4, sample_ids=np.arange(n, dtype=np.int64) * 3)
     return random.standard_normal((n, *SHAPE)), random.integers(0, 5, n), context
 
 

@@ -477,7 +477,7 @@ def test_evaluation_equals_one_rank(net: str, use: Parallelism, rows: int) -> No
         fill(network)
         training = network.program(counts, training=True)
         training.x[...] = 1.0
-        training.forward(StepContext(sample_ids=np.arange(5), global_count=5))
+        training.forward(StepContext(sample_ids=np.arange(5)))
         evaluation = network.program(counts, training=False)
         evaluation.x[...] = cut(images, distribution.partitioned(network.graph(5), counts).layouts[0].boxes[comm.rank])
         return evaluation.forward(StepContext(training=False)).copy()

@@ -56,7 +56,7 @@ def assert_a_step_is_torchs(network: Network, module: Any, ids: np.ndarray, pixe
     torch.nn.functional.cross_entropy(logits, torch.from_numpy(batch.labels)).backward()
     program = network.program(count, training=True)
     program.set_input(batch.x)
-    ours = program.forward(StepContext(step=STEP, sample_ids=ids, global_count=count)).copy()
+    ours = program.forward(StepContext(step=STEP, sample_ids=ids)).copy()
     np.testing.assert_allclose(ours, logits.detach().numpy(), rtol=1e-9, atol=1e-10)
     program.loss(batch.labels, count).result()
     program.backward()

@@ -155,7 +155,7 @@ def _run(
     )
     program.x[...] = x
     count = sum(trial.counts)
-    program.forward(StepContext(training=trial.training, sample_ids=np.arange(count) * 3, global_count=count))
+    program.forward(StepContext(training=trial.training, sample_ids=np.arange(count) * 3))
     outcome = Outcome(program.logits.copy(), np.zeros_like(x), {}, shards=shards)
     if program.d_logits is not None and program.x_grad is not None:
         program.d_logits[...] = trial.output_gradient()[own]

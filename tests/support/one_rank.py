@@ -92,7 +92,7 @@ def train_alone(
         if number == other_order_from:
             sampler.reorder([Reordering(epoch, inside * task.batch, 1)])
         ids = sampler.ids(epoch, inside)
-        context = StepContext(training=True, epoch=epoch, step=number, sample_ids=ids, global_count=len(ids))
+        context = StepContext(training=True, step=number, sample_ids=ids)
         updates.begin_step(task.lr, (len(ids),))
         updates.before_forward(tuple(group.parameters.values()))
         step = _Step(network, context)
@@ -183,7 +183,7 @@ class _Step:
             labels = replace(labels, first=labels.first[members], second=labels.second[members])
         else:
             labels = labels[members]
-        sums = program.loss(labels, self._context.global_count, scale)
+        sums = program.loss(labels, len(self._context.sample_ids), scale)
         statistics = self._network.statistics
         self.statistics += statistics.weighted(len(members), len(members), statistics.batch)
         program.backward()
@@ -192,7 +192,7 @@ class _Step:
 
     def totals(self) -> StepTotals:
         """The step's sums; nothing of flags."""
-        return StepTotals(self._loss, self._top1, self._top5, self._context.global_count, 0, 0, self.statistics)
+        return StepTotals(self._loss, self._top1, self._top5, len(self._context.sample_ids), 0, 0, self.statistics)
 
 
 def one_group(total: int) -> Groups:

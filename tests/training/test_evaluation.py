@@ -49,7 +49,7 @@ TASK = Task(nets.residual, NumpyKernelSet(), partial(Sgd), smoothing=0.0)
 def _scores(images: np.ndarray, network: Network) -> np.ndarray:
     program = network.program(len(images), training=False)
     program.x[...] = images
-    return np.array(program.forward(StepContext(training=False, global_count=1)))
+    return np.array(program.forward(StepContext(training=False)))
 
 
 @pytest.mark.parametrize("flip", [False, True])

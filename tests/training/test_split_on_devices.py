@@ -187,7 +187,7 @@ def passes(task: Task, kernels: Callable[..., KernelSet]) -> dict[str, np.ndarra
 def forward_and_backward(run: Program, batch: Batch) -> None:
     """A step without its update."""
     run.set_input(batch.x)
-    run.forward(StepContext(sample_ids=batch.sample_ids, global_count=batch.global_count))
+    run.forward(StepContext(sample_ids=batch.sample_ids))
     sums = run.loss(batch.y, batch.global_count)
     run.backward()
     sums.result()

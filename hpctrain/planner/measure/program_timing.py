@@ -167,7 +167,7 @@ class TimedProgram:
         # Operators with random numbers per sample read the ids of the whole split group.
         first = max((getattr(node.spec, "first_sample", 0) for node in graph.nodes), default=0)
         ids = np.arange(first + max(tensor.shape[0] for tensor in self.plan.tensors))
-        self._context = StepContext(sample_ids=ids, global_count=max(1, samples))
+        self._context = StepContext(sample_ids=ids)
         self._marks: list[float] = []
 
     @property
@@ -213,7 +213,7 @@ class TimedProgram:
         for k in range(len(self.plan.forward)):
             program.run_forward(range(k, k + 1), self._context)
             self._mark()
-        loss, statistics = program.loss(self._labels, self._context.global_count), self._statistics.fetch_batch()
+        loss, statistics = program.loss(self._labels, max(1, self._labels.size)), self._statistics.fetch_batch()
         self._mark()
         look = arithmetic.fetch_finite([data])
         self._mark()

@@ -91,7 +91,7 @@ def step(kernels: KernelSet, *, synchronised: bool) -> tuple[list[np.ndarray], s
     program = network.program(2, training=True)
     random = np.random.default_rng(0)
     put(kernels, program.x, random.standard_normal(program.x.shape))
-    values = [take(kernels, program.forward(StepContext(global_count=2)))]
+    values = [take(kernels, program.forward(StepContext()))]
     put(kernels, program.d_logits, random.standard_normal(program.d_logits.shape))
     program.backward()
     values += [take(kernels, parameter.grad) for parameter in network.parameters.values()]
@@ -191,7 +191,7 @@ IMAGES = (17, 15, 3)
 
 LABELS = np.array([3, 1, 4, 1, 5, 9, 2])
 
-CONTEXT = StepContext(sample_ids=np.arange(len(LABELS)), global_count=len(LABELS))
+CONTEXT = StepContext(sample_ids=np.arange(len(LABELS)))
 
 
 def model() -> Sequential:

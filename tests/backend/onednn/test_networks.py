@@ -71,7 +71,7 @@ def step(network: Network, batch: int, seed: int) -> dict[str, np.ndarray]:
     random = np.random.default_rng(seed)
     program = network.program(batch, training=True)
     program.x[...] = random.standard_normal(program.x.shape)
-    found = {"logits": np.array(program.forward(StepContext(global_count=batch, sample_ids=np.arange(batch))))}
+    found = {"logits": np.array(program.forward(StepContext(sample_ids=np.arange(batch))))}
     program.loss(random.integers(0, 5, batch), batch)
     program.backward()
     return found | {name: np.array(parameter.grad) for name, parameter in network.parameters.items()}
@@ -266,7 +266,7 @@ def results_of(model: Layer, kernels: KernelSet, dtype: str = "float32") -> dict
     evaluation.x[...] = chance.standard_normal(evaluation.x.shape)
     logits = {"evaluation": evaluation.forward(StepContext(training=False)).copy()}
     program.x[...] = chance.standard_normal(program.x.shape)
-    logits["training"] = program.forward(StepContext(global_count=5, sample_ids=np.arange(5))).copy()
+    logits["training"] = program.forward(StepContext(sample_ids=np.arange(5))).copy()
     program.loss(chance.integers(0, 5, 5), 5)
     program.backward()
     return logits | {name: parameter.grad for name, parameter in network.parameters.items()}
@@ -383,7 +383,7 @@ def results(block: Layer, channels: int, kernels: KernelSet, dtype: str, seed: i
         parameter.data[...] = noise * np.abs(parameter.data).std() if parameter.data.ndim > 1 else 1 + 0.3 * noise
     program = network.program(N, training=True, input_gradient=True)
     program.x[...] = random.standard_normal(program.x.shape)
-    found = {"output": np.array(program.forward(StepContext(global_count=N)))}
+    found = {"output": np.array(program.forward(StepContext()))}
     program.d_logits[...] = random.standard_normal(program.d_logits.shape)
     program.backward()
     found["d input"] = np.array(program.x_grad)

@@ -326,7 +326,7 @@ def test_an_operators_run_is_that_of_the_projects_own_bench(case: Case) -> None:
     actual = results(kernels, "float64", case)
     bench = OperatorBench(kernels, case.spec, case.inputs(), parameters=dict(case.parameters()))
     n = case.shapes[0][0]
-    output = bench.forward(StepContext(training=True, step=3, sample_ids=np.arange(n), global_count=n))
+    output = bench.forward(StepContext(training=True, step=3, sample_ids=np.arange(n)))
     np.testing.assert_array_equal(actual.pop("output"), output)
     if isinstance(bench.operator, InputView):
         return

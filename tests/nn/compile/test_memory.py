@@ -113,7 +113,7 @@ def _step(network: Network, *, input_gradient: bool) -> dict[str, np.ndarray]:
     """Logits, gradients, and the logits of an evaluation: all that a program hands out."""
     random = np.random.default_rng(1)
     x, labels = random.standard_normal((BATCH, *network.image_shape)), random.integers(0, 5, BATCH)
-    context = StepContext(step=2, sample_ids=np.arange(BATCH), global_count=BATCH)
+    context = StepContext(step=2, sample_ids=np.arange(BATCH))
     program = network.program(BATCH, training=True, input_gradient=input_gradient)
     program.x[...] = x
     logits = program.forward(context).copy()
@@ -204,7 +204,7 @@ def _large_step(network: Network, program: Program) -> Iterator[np.ndarray]:
     """The logits and all gradients of one training step."""
     random = np.random.default_rng(1)
     program.x[...] = random.standard_normal(program.x.shape)
-    yield program.forward(StepContext(step=0, sample_ids=np.arange(SAMPLES), global_count=SAMPLES)).copy()
+    yield program.forward(StepContext(step=0, sample_ids=np.arange(SAMPLES))).copy()
     program.loss(random.integers(0, 5, SAMPLES), SAMPLES)
     program.backward()
     yield network.groups["all"].grad.copy()
