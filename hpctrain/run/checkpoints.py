@@ -8,8 +8,6 @@ add at most one checkpoint to the newest: a best checkpoint that is not one of t
 from __future__ import annotations
 
 import math
-import secrets
-import shutil
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -18,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from hpctrain.comm.base import Communicator, raise_on_all_ranks
+from hpctrain.comm.base import raise_on_all_ranks
 from hpctrain.config.grid import describe, parallel_plan
 from hpctrain.config.images import EVALUATION_IMAGES
 from hpctrain.config.load import dump
@@ -38,13 +36,9 @@ from hpctrain.runs.directory import BestRecord, RunDirectory, require_owned, res
 from hpctrain.runs.owner import marker_of
 from hpctrain.runs.records import Bookkeeping
 from hpctrain.storage import checkpoint
-from hpctrain.storage.checkpoint import remove_left
-from hpctrain.storage.hdf5_store import ShardFacts
-from hpctrain.storage.shards import publish, unfinished, write_shard
 from hpctrain.training.accounts import Observer
 from hpctrain.training.metrics import Reporter, RunningSums
-from hpctrain.training.replica import Replica
-from hpctrain.training.saving import Saver, Writing
+from hpctrain.training.saving import Saver, one_file, shards
 from hpctrain.training.snapshot import Position
 
 #: key of a checkpoint's metadata: evaluations of the existing checkpoints and of itself
@@ -378,10 +372,10 @@ class RunCheckpoints(Observer):
         self.last = checkpoint.checkpoint_path(self._directory.checkpoints, step, sharded=sharded)
         retain, meta = self._retention(step), self._meta(position)
         if sharded:
-            self.saver.begin(shards(world, replica, position, meta, self.last, retain, self._prepare))
+            self.saver.begin(shards(world, *replica.own_parts(position, meta), step, self.last, retain, self._prepare))
         else:
-            copied = config.asynchronous
-            self.saver.begin(one_file(world, replica, position, meta, self.last, retain, self._prepare, copied=copied))
+            content = replica.state(position, meta, keep=world.rank == 0, copied=config.asynchronous)
+            self.saver.begin(one_file(world, content, step, self.last, retain, self._prepare))
 
     def _prepare(self) -> None:
         """Raise unless this job still owns the run, and restore the run's small files on rank 0, which `--resume` needs.
@@ -440,65 +434,6 @@ def is_sharded(session: Session, setup: TrainingSetup) -> bool:
     network = setup.replica.network
     count = sum(math.prod(spec.shape) for spec in network.parameter_specs.values())
     return max(session.grid.node_of) > 0 and count * np.dtype(network.parameter_dtype).itemsize >= _LARGE_BYTES
-
-
-def one_file(
-    world: Communicator,
-    replica: Replica,
-    position: Position,
-    meta: Mapping[str, Any],
-    path: Path,
-    written: Callable[[], None] = _nothing,
-    prepare: Callable[[], None] = _nothing,
-    *,
-    copied: bool,
-) -> Writing:
-    """Return a checkpoint as a single file, written by rank 0. Collective; the replica must be drained.
-
-    Args:
-        written: callback on rank 0 after the checkpoint is written.
-        prepare: callback on each rank that writes, before it writes.
-        copied: whether tensors are copied, so that training may continue during the write.
-    """
-    is_root = world.rank == 0
-    content = replica.state(position, meta, keep=is_root, copied=copied)
-
-    def write() -> None:
-        prepare()
-        checkpoint.write(path, content)
-        written()
-
-    return Writing(position.global_step, path, write if is_root else None)
-
-
-def shards(
-    world: Communicator,
-    replica: Replica,
-    position: Position,
-    meta: Mapping[str, Any],
-    path: Path,
-    written: Callable[[], None] = _nothing,
-    prepare: Callable[[], None] = _nothing,
-) -> Writing:
-    """Return a checkpoint as a directory: a shard per rank, and a manifest that rank 0 writes after all shards. Collective."""
-    rank = world.rank
-    growing: Path = world.broadcast_object(unfinished(path, secrets.token_hex(4)))
-    parts, whole_meta = replica.own_parts(position, meta)
-
-    def own() -> ShardFacts:
-        prepare()
-        if rank == 0:
-            remove_left(path.parent, growing, of=path)
-        return write_shard(growing, rank, parts)
-
-    def publish_all(facts: Sequence[ShardFacts]) -> None:
-        prepare()
-        if not path.exists() or growing.exists():  # else it was published before, and only deleting old ones failed
-            publish(growing, path, facts, whole_meta)
-        written()
-
-    discard = partial(shutil.rmtree, growing, ignore_errors=True) if rank == 0 else _nothing
-    return Writing(position.global_step, path, own, publish_all, discard)
 
 
 class Rollback:

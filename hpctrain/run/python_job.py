@@ -43,7 +43,6 @@ from hpctrain.parallel.rank_graph import make_network
 from hpctrain.planner.job import Candidate
 from hpctrain.run.automatic_search import BestCandidate, Choice, named, optimizer_of
 from hpctrain.run.build import put_weights
-from hpctrain.run.checkpoints import one_file, shards
 from hpctrain.run.data_cache import cache_of, give_levels
 from hpctrain.run.messages import set_progress
 from hpctrain.run.resume import read_together
@@ -51,7 +50,7 @@ from hpctrain.storage import checkpoint
 from hpctrain.storage.hdf5_store import ShardedTensors
 from hpctrain.training.metrics import Reporter
 from hpctrain.training.replica import BETWEEN, LoopState, Replica
-from hpctrain.training.saving import Saver
+from hpctrain.training.saving import Saver, one_file, shards
 from hpctrain.training.weight_watch import CheckCadence
 
 
@@ -129,9 +128,10 @@ class LoopCheckpoints:
             self.saver.finish()  # only one checkpoint may be written at a time
         if saver.ready(replica.global_step):
             if checkpoint.is_sharded(path):
-                saver.begin(shards(self._world, replica, position, meta, path))
+                saver.begin(shards(self._world, *replica.own_parts(position, meta), position.global_step, path))
             else:
-                saver.begin(one_file(self._world, replica, position, meta, path, copied=background))
+                content = replica.state(position, meta, keep=self._world.rank == 0, copied=background)
+                saver.begin(one_file(self._world, content, position.global_step, path))
             replica.loop.keeps(replica.global_step)
         self._notes.phase(BETWEEN)
 

@@ -9,20 +9,31 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
+import shutil
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from hpctrain.comm.base import Communicator, on_ranks, raise_on_all_ranks
 from hpctrain.core.errors import CheckpointError, CheckpointRemovedError, RunOwnedError
 from hpctrain.flight.recorder import FlightNotes
+from hpctrain.storage import checkpoint
+from hpctrain.storage.checkpoint import CheckpointContent
+from hpctrain.storage.hdf5_store import ShardFacts
+from hpctrain.storage.shards import Part, publish, unfinished, write_shard
 from hpctrain.training.metrics import Reporter
 
 #: increase of the writing thread's nice value over that of the process
 _NICENESS = 10
+
+
+def _nothing() -> None:
+    return None
 
 
 class BackgroundWriter:
@@ -370,6 +381,60 @@ class Saver:
             self._reporter.record("checkpoint", {"step": step, "warning": sentence})
 
 
+def one_file(
+    world: Communicator,
+    content: CheckpointContent,
+    step: int,
+    path: Path,
+    written: Callable[[], None] = _nothing,
+    prepare: Callable[[], None] = _nothing,
+) -> Writing:
+    """Return a checkpoint as a single file, written by rank 0.
+
+    Args:
+        content: content of the file; unused on other ranks.
+        step: number of steps done.
+        written: callback on rank 0 after the checkpoint is written.
+        prepare: callback on each rank that writes, before it writes.
+    """
+
+    def write() -> None:
+        prepare()
+        checkpoint.write(path, content)
+        written()
+
+    return Writing(step, path, write if world.rank == 0 else None)
+
+
+def shards(
+    world: Communicator,
+    parts: Mapping[str, Part],
+    meta: Mapping[str, Any],
+    step: int,
+    path: Path,
+    written: Callable[[], None] = _nothing,
+    prepare: Callable[[], None] = _nothing,
+) -> Writing:
+    """Return a checkpoint as a directory: a shard per rank, and a manifest that rank 0 writes after all shards. Collective."""
+    rank = world.rank
+    growing: Path = world.broadcast_object(unfinished(path, secrets.token_hex(4)))
+
+    def own() -> ShardFacts:
+        prepare()
+        if rank == 0:
+            checkpoint.remove_left(path.parent, growing, of=path)
+        return write_shard(growing, rank, parts)
+
+    def publish_all(facts: Sequence[ShardFacts]) -> None:
+        prepare()
+        if not path.exists() or growing.exists():  # else it was published before, and only deleting old ones failed
+            publish(growing, path, facts, meta)
+        written()
+
+    discard = partial(shutil.rmtree, growing, ignore_errors=True) if rank == 0 else _nothing
+    return Writing(step, path, own, publish_all, discard)
+
+
 def _write_now(world: Communicator, writing: Writing) -> None:
     try:
         result = raise_on_all_ranks(world, writing.own or _nothing)
@@ -390,7 +455,3 @@ def _require(missing: str | None) -> None:
     """
     if missing is not None:
         raise CheckpointError(f"{missing}; check the disk, and resume from the previous checkpoint.")
-
-
-def _nothing() -> None:
-    return None

@@ -8,7 +8,6 @@ import weakref
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,11 +16,9 @@ import pytest
 from hpctrain.comm.base import Communicator, SingleCommunicator
 from hpctrain.core.errors import CheckpointError, CheckpointRemovedError
 from hpctrain.flight.recorder import FlightNotes
-from hpctrain.run.checkpoints import shards
 from hpctrain.storage.atomic_write import not_written
 from hpctrain.training.metrics import Reporter
-from hpctrain.training.saving import BackgroundWriter, Saver, Writing
-from hpctrain.training.snapshot import Position
+from hpctrain.training.saving import BackgroundWriter, Saver, Writing, shards
 from hpctrain_testing.virtual.communicator import ThreadCommunicator
 from hpctrain_testing.virtual.run import run_virtual
 
@@ -280,7 +277,6 @@ def test_a_checkpoint_that_is_given_up_leaves_no_shards(tmp_path: Path, asynchro
 
     def work(comm: ThreadCommunicator, reporter: RecordingReporter) -> None:
         saver = saver_of(comm, reporter, asynchronous=asynchronous)
-        replica: Any = SimpleNamespace(own_parts=lambda position, meta: ({}, meta))
 
         def prepare() -> None:
             if comm.rank == 1 and full[comm.rank]:
@@ -288,7 +284,7 @@ def test_a_checkpoint_that_is_given_up_leaves_no_shards(tmp_path: Path, asynchro
 
         def write(number: int, *, waits: bool = True) -> None:
             assert saver.ready(number)
-            saver.begin(shards(comm, replica, Position(), {}, tmp_path / f"checkpoint-{number:08d}.shards", prepare=prepare))
+            saver.begin(shards(comm, {}, {}, number, tmp_path / f"checkpoint-{number:08d}.shards", prepare=prepare))
             if waits:
                 saver.finish()
 
