@@ -264,11 +264,7 @@ class Network:
         return graph.tensors[graph.output].shape[1]
 
     def check_shape(self, image_shape: ImageShape) -> None:
-        """Raise unless images of this shape need the same parameters, with the same parts on this rank.
-
-        Raises:
-            ShapeError: the layers do not fit the images, or this rank would hold other parts of parameters.
-        """
+        """Raise a ShapeError unless images of this shape need the same parameters, with the same parts on this rank."""
         self.distribution.prepare(self.graph(1, image_shape))
         if any(self.distribution.shard(name) != shard for name, shard in self.shards.items()):
             raise ShapeError(
@@ -357,10 +353,7 @@ class Network:
         return self._programs[key]
 
     def set_slices(self, slices: Slices) -> None:
-        """Set the messages that carry each parameter, before the second step.
-
-        Captured spans end where one of these messages begins or is waited for.
-        """
+        """Set the messages that carry each parameter, at whose ends captured spans end. Call it before the second step."""
         self.slices = slices
 
     def _bound(
