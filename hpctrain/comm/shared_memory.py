@@ -8,7 +8,6 @@ not create the window.
 
 from __future__ import annotations
 
-import contextlib
 import mmap
 import os
 import threading
@@ -16,10 +15,6 @@ import threading
 import numpy as np
 
 from hpctrain.comm.base import Communicator
-
-_TOKEN_BYTES = 16
-# Size of the head, so that the memory begins on a page.
-_HEAD_BYTES = mmap.PAGESIZE
 
 
 class SharedMemory:
@@ -55,62 +50,63 @@ def share(node: Communicator, size_bytes: int) -> SharedMemory:
         size_bytes: size of the memory, the same on all ranks.
     """
     descriptor, array, denied = -1, None, ""
-    place: tuple[int, int, bytes] | None = None
     if node.rank == 0:
         try:
-            descriptor, token = _create(size_bytes)
-            place = os.getpid(), descriptor, token
+            descriptor = _create(size_bytes)
         except OSError as error:
             denied = error.strerror or str(error)
-    place = node.broadcast_object(place)
-    if place is not None:
+    descriptor, denied = shared_descriptor(node, descriptor, denied)
+    if not denied:
         try:
-            descriptor = descriptor if node.rank == 0 else _open(place, size_bytes)
             array = _mapped(descriptor, size_bytes)
         except (OSError, ValueError, OverflowError) as error:
             denied = str(error)
-    reasons = [reason for reason in node.allgather_object(denied) if reason]
-    if descriptor >= 0:  # all ranks have opened it
         os.close(descriptor)
+    reasons = [reason for reason in node.allgather_object(denied) if reason]
     if array is None or reasons:
         return SharedMemory(np.zeros(size_bytes, np.uint8), reasons[0])
     return SharedMemory(array)
 
 
-def _create(size_bytes: int) -> tuple[int, bytes]:
-    """Create a file without a name. Return its descriptor and the random token that it begins with."""
+def shared_descriptor(node: Communicator, descriptor: int, denied: str = "") -> tuple[int, str]:
+    """Return this rank's descriptor of the file that rank 0 has opened, and the reason why it cannot be shared, or "".
+
+    Collective; at start-up only. With a reason, the descriptor is -1, and that of rank 0 is closed.
+
+    Args:
+        descriptor: descriptor on rank 0, which the result replaces; ignored on other ranks.
+        denied: reason why rank 0 has none; ignored on other ranks.
+    """
+    process, number = node.broadcast_object((os.getpid(), descriptor))
+    if node.rank:
+        descriptor, denied = -1, ""
+        try:
+            descriptor = os.open(f"/proc/{process}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
+        except OSError as error:
+            denied = error.strerror or str(error)
+    status = os.fstat(descriptor) if descriptor >= 0 else None
+    opened = node.allgather_object((denied, status and (status.st_dev, status.st_ino)))
+    refused = next((reason for reason, _ in opened if reason), "")
+    if not refused and len({file for _, file in opened}) > 1:  # the processes have separate PID namespaces, as in containers
+        refused = "they open different files"
+    if refused and descriptor >= 0:
+        os.close(descriptor)
+    return (-1 if refused else descriptor), refused
+
+
+def _create(size_bytes: int) -> int:
+    """Create a file without a name, and return its descriptor."""
     if not hasattr(os, "memfd_create"):
         raise OSError("this system does not support memory files")
     descriptor = os.memfd_create("hpctrain-samples", os.MFD_CLOEXEC)
     try:
-        os.ftruncate(descriptor, _HEAD_BYTES + size_bytes)
-        token = os.urandom(_TOKEN_BYTES)
-        os.pwrite(descriptor, token, 0)
+        os.ftruncate(descriptor, size_bytes)
     except OSError:
         os.close(descriptor)
         raise
-    return descriptor, token
-
-
-def _open(place: tuple[int, int, bytes], size_bytes: int) -> int:
-    """Open a file of another process by its descriptor there.
-
-    Args:
-        place: process ID, descriptor, and token at the file's beginning.
-
-    Raises:
-        OSError: the file cannot be opened, or it is a different file because the processes have separate PID namespaces, as in
-            containers.
-    """
-    process, number, token = place
-    descriptor = os.open(f"/proc/{process}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
-    with contextlib.suppress(OSError):
-        if os.fstat(descriptor).st_size == _HEAD_BYTES + size_bytes and os.pread(descriptor, _TOKEN_BYTES, 0) == token:
-            return descriptor
-    os.close(descriptor)
-    raise OSError("the ranks of the node cannot access each other's processes")
+    return descriptor
 
 
 def _mapped(descriptor: int, size_bytes: int) -> np.ndarray:
-    """Return the bytes of the file after its head. The file is unmapped when the last view of the bytes is freed."""
-    return np.frombuffer(mmap.mmap(descriptor, _HEAD_BYTES + size_bytes), np.uint8, size_bytes, _HEAD_BYTES)
+    """Return the bytes of the file, which is unmapped when the last view of them is freed."""
+    return np.frombuffer(mmap.mmap(descriptor, size_bytes), np.uint8, size_bytes)

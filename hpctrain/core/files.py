@@ -36,6 +36,22 @@ _KINDS = (
 _NO_WAIT = os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 
 
+def read_at(descriptor: int, out: memoryview, at: int) -> int:
+    """Fill `out` with the bytes of a file from an offset; return their number, which is smaller only if the file ends."""
+    done = 0
+    while done < len(out) and (count := os.preadv(descriptor, [out[done:]], at + done)):
+        done += count
+    return done
+
+
+def write_at(descriptor: int, data: bytes | memoryview, at: int) -> None:
+    """Write all of `data` to a file, from an offset."""
+    view = memoryview(data)
+    while view:
+        count = os.pwrite(descriptor, view, at)
+        view, at = view[count:], at + count
+
+
 def kind_of(mode: int) -> str:
     """Return the kind of a file that is not regular, in words, from its mode."""
     return next((words for matches, words in _KINDS if matches(mode)), "a device")

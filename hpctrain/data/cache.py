@@ -161,10 +161,6 @@ class SampleCache(ReadImages):
         return bool((self._states == _PRESENT).all())
 
     def take(self, samples: np.ndarray, out: np.ndarray) -> np.ndarray:
-        """Write whole images of samples (n,) to `out` (n, H, W, C), contiguous, and return it.
-
-        Raises the errors of the source.
-        """
         samples = np.asarray(samples, np.int64)
         there = self._is_present(samples)
         if there.all():

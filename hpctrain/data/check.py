@@ -5,9 +5,8 @@ from __future__ import annotations
 import hashlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -45,10 +44,6 @@ class FileFinding:
     damage: bool
     sentence: str
     samples: tuple[int, ...] = ()
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the finding as JSON-compatible data."""
-        return asdict(self)
 
 
 @dataclass(frozen=True)

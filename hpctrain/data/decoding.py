@@ -424,10 +424,8 @@ class EncodedReader(BlockReader):
         extents: places of the picture files in the block.
         sums: (N,) crc32 of the picture files, and (N,) crc32 of their decoded pixels.
         form: (H, W, C) of the decoded images.
-        fit: "crop" or "squash", see `decode`.
         threads: number of decoding threads, which mostly run without the GIL.
-        max_pixels: maximum number of pixels of a picture; see `decode`.
-        value_range: values that become 0 and 255; see `decode`.
+        fit, max_pixels, value_range: see `decode`.
     """
 
     decodes = True

@@ -47,7 +47,7 @@ from hpctrain.core import user_code
 from hpctrain.core.errors import DataError
 from hpctrain.core.files import open_regular
 from hpctrain.data.files import require_file, system_errors_as
-from hpctrain.data.readers import BlockReader, Extents, MappedReader, ReadImages, UnreadableError, ValueRange, reason
+from hpctrain.data.readers import BlockReader, Extents, ImageIndex, MappedReader, ReadImages, UnreadableError, ValueRange, reason
 from hpctrain.storage.hdf5_store import require_stored
 
 FORMAT = "hpctrain-images"
@@ -95,9 +95,7 @@ class Stored:
     """Contents of a data file other than the pixels.
 
     Attributes:
-        labels: labels, in the shape and dtype of the file.
-        mean: means, in the shape and dtype of the file.
-        std: standard deviations, in the shape and dtype of the file.
+        labels, mean, std: in the shape and dtype of the file.
         digests: sha256 of each dataset, in hexadecimal. For picture files, "images" identifies the decoded pictures.
         fit: method by which pictures were resized to one size ("crop", "squash"); None: not resized, or unknown.
         sums: (N,) crc32 of each sample's stored bytes.
@@ -335,11 +333,9 @@ class ImageFile:
             touching the map kills the process, so training reads `pixels`.
         pixels: reader of the same images, which raises an error if the disk fails.
         labels: (N,) int64, in memory.
-        mean: (C,) float64, in units of 0..1.
-        std: (C,) float64, in units of 0..1.
-        fit: method by which pictures were resized to one size ("crop", "squash"); None: unknown.
+        mean, std: (C,) float64, in units of 0..1.
+        fit, value_range: see `Stored`.
         sums: (N,) crc32 of each sample's stored bytes; None for generated images.
-        value_range: (low, high) of the values of more than 8 bits that became 0 and 255; None: those of their type.
     """
 
     def __init__(
@@ -622,14 +618,11 @@ class DataFacts:
 
     Args:
         shape: (H, W, C) of each image.
-        images: sha256 of the images, as stored in the file.
-        labels: sha256 of the labels, as stored in the file.
+        images, labels: sha256, as stored in the file.
         class_names: class of each output 0, 1, ... of the model.
-        mean: (C,) mean for the normalisation, in units of 0..1.
-        std: (C,) standard deviation for the normalisation, in units of 0..1.
-        fit: method by which pictures were resized ("crop", "squash"); None: not stored in the file.
+        mean, std: (C,), for the normalisation, in units of 0..1.
+        fit, value_range: see `Stored`.
         held_out: number of images that are held out for validation, and sha256 of their numbers; None: no image is held out.
-        value_range: (low, high) of the values of more than 8 bits that became 0 and 255; None: those of their type.
     """
 
     samples: int
@@ -685,8 +678,7 @@ class ImageForm:
 
     Args:
         shape: (H, W, C).
-        fit: "crop" or "squash", see `decoding.decode`.
-        value_range: (low, high) of the values of more than 8 bits that become 0 and 255; None: those of their type.
+        fit, value_range: see `decoding.decode`.
     """
 
     shape: tuple[int, int, int]
@@ -734,7 +726,7 @@ class SyntheticImages:
         brightness = words(key("synthetic stripes"), np.arange(classes), range(_STRIPES)) >> np.uint32(25)
         self._stripes = brightness.astype(np.uint8)[:, stripe]
 
-    def __getitem__(self, index: int | slice | tuple[int | slice, slice, slice]) -> np.ndarray:
+    def __getitem__(self, index: ImageIndex) -> np.ndarray:
         """Return pixels of one sample (h, w, C) or several (n, h, w, C), of whole images or a region."""
         samples, *region = index if isinstance(index, tuple) else (index,)
         rows, columns = region or (slice(None), slice(None))

@@ -254,7 +254,7 @@ class Loader(_Batches):
         self._images = pixels
 
     def epoch(self, epoch: int, first: int = 0) -> Generator[Batch, None, None]:
-        """Yield the batches of one epoch from its sample `first`; all ranks yield the same number of batches.
+        """Yield the batches of one epoch; see `BatchSource`.
 
         Errors in the thread are raised here. Closing the generator early ends the thread. Only one epoch may be in progress.
         """
@@ -324,25 +324,20 @@ class Loader(_Batches):
         division = self._divide(len(ids))
         share, group_ids, own_ids = division.share, ids[division.group], ids[division.own]
         box = self._box_of[share.counts]
-        x = self._pixels_of(slot, own_ids, epoch) if self._leaves_pixels else self._images_of(slot, group_ids, epoch, box)
+        x: np.ndarray | PixelBatch
+        if self._leaves_pixels:
+            shape = len(own_ids), *self._pixel_shape
+            pixels = slot.x[: math.prod(shape)].reshape(shape)
+            raw = _gathered(self._images, own_ids, pixels if self._pipeline.keeps_pixels else self._raw[: len(own_ids)])
+            x = self._pipeline.unfinished(raw, own_ids, epoch, pixels)
+        else:
+            x = slot.x[: size_of(box)].reshape(shape_of(box))
+            self._fill(group_ids[slice(*box[0])], epoch, box, x)
         self.file.take_labels(own_ids, slot.y[: len(own_ids)])  # after the images, because samples may be replaced
         mixed = self._mix(slot, ids[::-1], epoch, begin + step * self.sampler.batch, box, division)
         number, labels = -(-begin // self.sampler.batch) + step, slot.y[: len(own_ids)]
         scale = self._class_scale(self.file.labels[ids])
         return Batch(x, labels, group_ids, division.counts, len(ids), epoch, number, share, mixed, self.image_shape, scale)
-
-    def _pixels_of(self, slot: _Slot, ids: np.ndarray, epoch: int) -> PixelBatch:
-        """Return the batch of samples `ids`, with its pixels stored in `slot`."""
-        shape = len(ids), *self._pixel_shape
-        pixels = slot.x[: math.prod(shape)].reshape(shape)
-        raw = _gathered(self._images, ids, pixels if self._pipeline.keeps_pixels else self._raw[: len(ids)])
-        return self._pipeline.unfinished(raw, ids, epoch, pixels)
-
-    def _images_of(self, slot: _Slot, ids: np.ndarray, epoch: int, box: Box) -> np.ndarray:
-        """Return the elements of `box` of the images of a split group's samples, stored in `slot`."""
-        x = slot.x[: size_of(box)].reshape(shape_of(box))
-        self._fill(ids[slice(*box[0])], epoch, box, x)
-        return x
 
     def _fill(self, ids: np.ndarray, epoch: int, box: Box, x: np.ndarray) -> None:
         """Write the elements of `box` of the images of `ids`, after the pipeline, to `x`."""
@@ -394,17 +389,10 @@ class Loader(_Batches):
         return pixels
 
 
-class _Failure:
-    """Error passed from the thread to the consumer."""
-
-    def __init__(self, error: BaseException) -> None:
-        self.error = error
-
-
 def _ahead(ring: list[_Slot], steps: range, make: Callable[[_Slot, int], Batch]) -> Iterator[Batch]:
     """Yield batches of `steps`, made by a thread in the slots of `ring`. A slot is reused once its batch is consumed."""
     free: queue.SimpleQueue[_Slot | None] = queue.SimpleQueue()
-    ready: queue.SimpleQueue[Batch | _Failure] = queue.SimpleQueue()
+    ready: queue.SimpleQueue[Batch | BaseException] = queue.SimpleQueue()
     for slot in ring:
         free.put(slot)
 
@@ -416,15 +404,15 @@ def _ahead(ring: list[_Slot], steps: range, make: Callable[[_Slot, int], Batch])
                     return
                 ready.put(make(slot, step))
         except BaseException as error:  # of any kind, or the consumer would wait forever
-            ready.put(_Failure(error))
+            ready.put(error)
 
     thread = threading.Thread(target=work, name="hpctrain-loader", daemon=True)
     thread.start()
     try:
         for number in range(len(steps)):
             item = ready.get()
-            if isinstance(item, _Failure):
-                raise item.error
+            if isinstance(item, BaseException):
+                raise item
             yield item
             free.put(ring[number % len(ring)])
     finally:
@@ -534,12 +522,7 @@ class ArrayLoader(_Batches):
         images: (N, H, W, C) of the network's dtype, equal on every rank; the loader keeps a reference.
         labels: (N,) integers from 0.
         sampler: sampler of N samples.
-        split_size: number of neighbouring ranks that form a split group.
-        tiles: function that returns each rank's box of the group's images; None: each rank reads its own samples.
-        shards: number of shards into which the samples of a step are divided, a multiple of the number of ranks; None: number of
-            ranks.
-        mixing: mixing of the images of a step; None: images are not mixed.
-        class_weights: weight of each class in the loss of the steps; empty: all are 1.
+        split_size, tiles, shards, mixing, class_weights: see `Loader`.
 
     Raises:
         ShapeError: the arrays have other shapes, or another number of samples.
@@ -567,7 +550,6 @@ class ArrayLoader(_Batches):
         self._image_shape = height, width, channels
 
     def epoch(self, epoch: int, first: int = 0) -> Generator[Batch, None, None]:
-        """Yield the batches of one epoch from its sample `first`; all ranks yield the same number of batches."""
         check_counts(epoch=(epoch, 0), first=(first, 0))
         for step in range(self.sampler.steps(first)):
             yield self._make(epoch, step, first)

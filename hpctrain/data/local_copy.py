@@ -27,8 +27,8 @@ from pathlib import Path
 import numpy as np
 
 from hpctrain.comm.base import Communicator
-from hpctrain.comm.shared_memory import SharedMemory, share
-from hpctrain.core.files import expanded, link_target, open_own, read_bytes
+from hpctrain.comm.shared_memory import SharedMemory, share, shared_descriptor
+from hpctrain.core.files import expanded, link_target, open_own, read_at, read_bytes, write_at
 from hpctrain.core.log import get_logger
 from hpctrain.core.text import size_text
 from hpctrain.data.image_file import ImageFile
@@ -93,10 +93,8 @@ class LocalCopy:
         if self._full or not self.keeps(sample):
             return
         number = sample - self.first
-        done, offset = 0, number * self.sample_bytes
         try:
-            while done < self.sample_bytes:
-                done += os.pwrite(self._descriptor, stored[done:], offset + done)
+            write_at(self._descriptor, stored, number * self.sample_bytes)
         except OSError as error:
             self._full = True
             self._warn_once(
@@ -109,16 +107,10 @@ class LocalCopy:
 
     def _read(self, out: memoryview, offset: int) -> str | None:
         """Fill `out` from the file, and return the reason for a failure, otherwise None."""
-        done = 0
         try:
-            while done < len(out):
-                count = os.preadv(self._descriptor, [out[done:]], offset + done)
-                if not count:
-                    return "it is truncated"
-                done += count
+            return None if read_at(self._descriptor, out, offset) == len(out) else "it is truncated"
         except OSError as error:
             return error.strerror or str(error)
-        return None
 
     def _warn_once(self, sentence: str) -> None:
         """Log a warning if it was not logged before."""
@@ -204,22 +196,15 @@ def open_local(node: Communicator, file: ImageFile, request: LocalRequest) -> Lo
     """
     known_by = _identity(file)
     mine = _prepare(file, request, known_by) if node.rank == 0 else _Prepared()
-    prepared, process = node.broadcast_object((mine, os.getpid()))
+    prepared = node.broadcast_object(mine)
     if not prepared.count:
         _close(mine.descriptor)
         return LocalFile(denied=prepared.denied)
-    descriptor, refused = mine.descriptor, ""
-    if node.rank:
-        try:
-            descriptor = os.open(f"/proc/{process}/fd/{prepared.descriptor}", os.O_RDWR | os.O_CLOEXEC)
-        except OSError as error:
-            refused = error.strerror or str(error)
-    opened = node.allgather_object((refused, None if descriptor < 0 else _number(descriptor)))
+    descriptor, refused = shared_descriptor(node, mine.descriptor)
     table = share(node, table_bytes(prepared.count))
-    refused = next((reason for reason, _ in opened if reason), table.denied)
-    if refused or len({number for _, number in opened}) > 1:
+    if refused or table.denied:
         _close(descriptor)
-        return LocalFile(denied=f"the ranks of a node cannot share it ({refused or 'they open different files'})")
+        return LocalFile(denied=f"the ranks of a node cannot share it ({refused or table.denied})")
     copy = LocalCopy(descriptor, int(np.prod(file.shape)), table, request.first, prepared.count)
     index = None if prepared.path is None else prepared.path.with_suffix(".index")
     found = _load(copy, index, known_by) if index is not None and node.rank == 0 else 0
@@ -306,12 +291,6 @@ def _load(copy: LocalCopy, index: Path, known_by: Mapping[str, object]) -> int:
             copy.checksums[:both] = np.frombuffer(tables, np.uint32, both, offset=count)
             return int(np.count_nonzero(copy.states))
     return 0
-
-
-def _number(descriptor: int) -> tuple[int, int]:
-    """Return device and inode number of an open file."""
-    status = os.fstat(descriptor)
-    return status.st_dev, status.st_ino
 
 
 def _close(descriptor: int) -> None:

@@ -73,26 +73,16 @@ def _between(start: float, stop: float, position: int, bins: int) -> float:
     return float(np.float32(float(last) - step * (bins - 1 - position)))
 
 
-def _sheared_x(picture: Image.Image, magnitude: float, resample: Resampling) -> Image.Image:
+def _sheared(picture: Image.Image, magnitude: float, resample: Resampling, *, rows: bool) -> Image.Image:
     # Via the angle, like torchvision, because the last bit of the matrix may decide which pixel is nearest.
-    return _affine(picture, (1.0, math.tan(_angle(magnitude)), 0.0, 0.0, 1.0, 0.0), resample)
-
-
-def _sheared_y(picture: Image.Image, magnitude: float, resample: Resampling) -> Image.Image:
-    angle = _angle(magnitude)
+    angle = math.radians(math.degrees(math.atan(magnitude)))
+    if rows:
+        return _affine(picture, (1.0, math.tan(angle), 0.0, 0.0, 1.0, 0.0), resample)
     return _affine(picture, (1.0, 0.0, 0.0, math.sin(angle) / math.cos(angle), 1.0, 0.0), resample)
 
 
-def _angle(magnitude: float) -> float:
-    return math.radians(math.degrees(math.atan(magnitude)))
-
-
-def _translated_x(picture: Image.Image, magnitude: float, resample: Resampling) -> Image.Image:
-    return _affine(picture, (1.0, 0.0, -float(int(magnitude)), 0.0, 1.0, 0.0), resample)
-
-
-def _translated_y(picture: Image.Image, magnitude: float, resample: Resampling) -> Image.Image:
-    return _affine(picture, (1.0, 0.0, 0.0, 0.0, 1.0, -float(int(magnitude))), resample)
+def _translated(picture: Image.Image, right: float, down: float, resample: Resampling) -> Image.Image:
+    return _affine(picture, (1.0, 0.0, -float(int(right)), 0.0, 1.0, -float(int(down))), resample)
 
 
 def _affine(picture: Image.Image, matrix: tuple[float, ...], resample: Resampling) -> Image.Image:
@@ -120,10 +110,10 @@ ENHANCEMENTS: Mapping[str, _Enhancement] = {
 
 _OTHERS: Mapping[str, _Operation] = {
     "identity": lambda picture, magnitude, resample: picture,
-    "shear_x": _sheared_x,
-    "shear_y": _sheared_y,
-    "translate_x": _translated_x,
-    "translate_y": _translated_y,
+    "shear_x": lambda picture, magnitude, resample: _sheared(picture, magnitude, resample, rows=True),
+    "shear_y": lambda picture, magnitude, resample: _sheared(picture, magnitude, resample, rows=False),
+    "translate_x": lambda picture, magnitude, resample: _translated(picture, magnitude, 0.0, resample),
+    "translate_y": lambda picture, magnitude, resample: _translated(picture, 0.0, magnitude, resample),
     "rotate": lambda picture, magnitude, resample: picture.rotate(magnitude, resample),
     "posterize": lambda picture, magnitude, resample: ImageOps.posterize(picture, int(magnitude)),
     "solarize": lambda picture, magnitude, resample: ImageOps.solarize(picture, magnitude),  # type: ignore[arg-type]

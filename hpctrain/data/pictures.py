@@ -111,7 +111,6 @@ class DecodedPictures(ReadImages):
         self._files, self._form, self._threads, self._max_pixels = files, form, threads, max_pixels
 
     def take(self, samples: np.ndarray, out: np.ndarray) -> np.ndarray:
-        """Write whole images of samples (n,) to `out` (n, H, W, C), and return it."""
         numbers = samples.tolist()
         images = in_order(self._decoded, numbers, self._threads) if len(numbers) > 1 else map(self._decoded, numbers)
         for target, pixels in zip(out, images, strict=True):

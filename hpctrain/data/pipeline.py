@@ -334,8 +334,7 @@ class Pipeline:
         """Apply the steps after normalisation to `out` (N, h, w, C), a region of images of `size` (H, W), and return it."""
         pixels = out
         if self._mirrored:  # change the image before it is mirrored
-            rows, (left, right) = region
-            pixels, region = out[:, :, ::-1], (rows, (size[1] - right, size[1] - left))
+            pixels, region = out[:, :, ::-1], mirrored_box(region, size[1])
         for position, augmentation in enumerate(self.normalised, self._first_normalised):
             draws = self._draws(position, augmentation, sample_ids, epoch)
             stream = counter_random.key("augment", self.seed, epoch, position, augmentation.name, "pixels")
@@ -482,8 +481,7 @@ class ImageSizes:
     def __post_init__(self) -> None:
         if not self.steps:
             raise ConfigError("There are no image sizes; give at least one, such as (0, 32).")
-        fault = first_fault(self.steps)
-        if fault is not None:
+        if (fault := first_fault(self.steps)) is not None:
             raise ConfigError(f"Image size {fault[0]}, {self.steps[fault[0]]}, {fault[1]}.")
 
     def at(self, epoch: int) -> int:
@@ -530,10 +528,8 @@ def first_fault(steps: tuple[tuple[int, int], ...]) -> tuple[int, str] | None:
             return number, f"begins at epoch {epoch}, but the first size must begin at epoch 0"
         if epoch <= before[0]:
             least = before[0] + 1
-            return (
-                number,
-                f"begins at epoch {epoch}, but the previous size begins at epoch {before[0]}; the smallest value is {least}",
-            )
+            fault = f"begins at epoch {epoch}, but the previous size begins at epoch {before[0]}; the smallest value is {least}"
+            return number, fault
         if side < 1:
             return number, f"has images of {side} px; the smallest side is 1"
     return None

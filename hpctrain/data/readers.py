@@ -22,12 +22,12 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Protocol, cast
+from typing import ClassVar, Protocol
 
 import numpy as np
 
 from hpctrain.core.errors import DataError
-from hpctrain.core.files import open_regular
+from hpctrain.core.files import open_regular, read_at
 from hpctrain.core.log import get_logger
 
 #: values that become 0 and 255
@@ -62,7 +62,11 @@ class ReadImages(Protocol):
     shape: tuple[int, ...]
 
     def take(self, samples: np.ndarray, out: np.ndarray) -> np.ndarray:
-        """Write whole images of samples (n,) to `out` (n, H, W, C), contiguous, and return it."""
+        """Write whole images of samples (n,) to `out` (n, H, W, C), contiguous, and return it.
+
+        Raises:
+            UnreadableError: a sample cannot be read, and no replacement is allowed.
+        """
 
     def __getitem__(self, index: ImageIndex) -> np.ndarray:
         """Return pixels of one or several samples, of whole images or a region, like an array. Reads by `take`."""
@@ -142,11 +146,6 @@ class Extents:
     count: int
     stride: int | None
     offsets: np.ndarray | None = None
-
-    @classmethod
-    def fixed(cls, first: int, count: int, stride: int) -> Extents:
-        """Return the extents of samples of `stride` bytes each, such as pixels."""
-        return cls(first, count, stride)
 
     @classmethod
     def rising(cls, first: int, offsets: np.ndarray) -> Extents:
@@ -392,11 +391,8 @@ class BlockReader(ReadImages):
         return f"{why}, in {len(pauses) + 1} attempts" if pauses else why
 
     def _read_piece(self, at: int, out: memoryview) -> None:
-        while len(out):
-            count = os.preadv(self._descriptor, [out], at)
-            if not count:
-                raise EOFError(f"the file ends at byte {os.fstat(self._descriptor).st_size}, but was longer when it was opened")
-            out, at = out[count:], at + count
+        if read_at(self._descriptor, out, at) < len(out):
+            raise EOFError(f"the file ends at byte {os.fstat(self._descriptor).st_size}, but was longer when it was opened")
 
     def _open_again(self) -> None:
         """Reopen the path if it is still the same file."""
@@ -445,15 +441,10 @@ def _identity(status: os.stat_result) -> tuple[int, int]:
     return status.st_size, status.st_mtime_ns
 
 
-def _system_copy() -> Callable[..., int]:
-    """Return the C function that copies memory between processes; here both are this process."""
-    copy = ctypes.CDLL(None, use_errno=True).process_vm_readv
-    address, number = ctypes.c_void_p, ctypes.c_ulong
-    copy.argtypes, copy.restype = [ctypes.c_int, address, number, address, number, number], ctypes.c_ssize_t
-    return cast(Callable[..., int], copy)
-
-
-_copy = _system_copy()
+# Copies memory between processes; here both are this process.
+_copy = ctypes.CDLL(None, use_errno=True).process_vm_readv
+_copy.argtypes = [ctypes.c_int, *(ctypes.c_void_p, ctypes.c_ulong) * 2, ctypes.c_ulong]
+_copy.restype = ctypes.c_ssize_t
 
 
 class MappedReader(BlockReader):
@@ -466,21 +457,15 @@ class MappedReader(BlockReader):
     """
 
     def __init__(self, path: Path, images: np.memmap, offset: int) -> None:
-        super().__init__(path, images, Extents.fixed(offset, images.shape[0], int(np.prod(images.shape[1:]))))
+        super().__init__(path, images, Extents(offset, images.shape[0], int(np.prod(images.shape[1:]))))
         self.shape: tuple[int, ...] = images.shape
 
     def take(self, samples: np.ndarray, out: np.ndarray) -> np.ndarray:
-        """Write whole images of samples (n,) to `out` (n, H, W, C), contiguous, and return it.
-
-        Raises:
-            UnreadableError: a sample cannot be read, and no replacement is allowed.
-        """
         height, width, _ = self.shape[1:]
         self._read(np.asarray(samples, np.int64), slice(0, height), slice(0, width), out)
         return out
 
-    def __getitem__(self, index: int | slice | tuple[int | slice, slice, slice]) -> np.ndarray:
-        """Return pixels of one or several samples, of whole images or a region, like an array. Raises the errors of `take`."""
+    def __getitem__(self, index: ImageIndex) -> np.ndarray:
         wanted, *region = index if isinstance(index, tuple) else (index,)
         rows, columns = (
             slice(*part.indices(size)) for part, size in zip(region or [slice(None)] * 2, self.shape[1:3], strict=True)

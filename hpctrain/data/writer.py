@@ -20,13 +20,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 import h5py
 import numpy as np
 
 from hpctrain.core.errors import DataError
-from hpctrain.core.files import open_own
+from hpctrain.core.files import open_own, read_at, write_at
 from hpctrain.core.log import get_logger
 from hpctrain.data.files import system_errors_as
 from hpctrain.data.image_file import (
@@ -113,11 +113,11 @@ class UnfinishedFile:
             yield record["of"], block
         if not lines:
             os.ftruncate(self._journal, 0)
-            _write_all(self._journal, self._header, 0)
+            write_at(self._journal, self._header, 0)
         os.ftruncate(self._journal, whole)
         self._journal_size = whole
         os.ftruncate(self.descriptor, BLOCK_OFFSET + self.size)
-        _write_all(self.descriptor, bytes(BLOCK_OFFSET), 0)  # an interrupted `finish` may have written there
+        write_at(self.descriptor, bytes(BLOCK_OFFSET), 0)  # an interrupted `finish` may have written there
 
     def append(self, block: memoryview, of: dict[str, Any]) -> None:
         """Append a chunk.
@@ -128,32 +128,21 @@ class UnfinishedFile:
         Raises:
             OSError: the chunk cannot be written.
         """
-        _write_all(self.descriptor, block, BLOCK_OFFSET + self.size)
+        write_at(self.descriptor, block, BLOCK_OFFSET + self.size)
         if self._journal is not None:  # after the bytes, so that each line describes existing bytes
             line = _line({"bytes": len(block), "crc32": zlib.crc32(block), "of": of})
-            _write_all(self._journal, line, self._journal_size)
+            write_at(self._journal, line, self._journal_size)
             self._journal_size += len(line)
         self.size += len(block)
 
-    def read(self, start: int, count: int) -> bytes:
-        """Return bytes of the block.
+    def read(self, start: int, count: int) -> np.ndarray:
+        """Return bytes of the block, (count,) uint8, or fewer at the file's end.
 
         Raises:
             OSError: the bytes cannot be read.
         """
-        parts = []
-        while count and (part := os.pread(self.descriptor, min(count, 1 << 30), BLOCK_OFFSET + start)):
-            parts.append(part)
-            start, count = start + len(part), count - len(part)
-        return b"".join(parts)
-
-    def clear(self) -> None:
-        """Truncate the file to 0 bytes. Call it before writing the block to another offset.
-
-        Raises:
-            OSError: the file cannot be truncated.
-        """
-        os.ftruncate(self.descriptor, 0)
+        block = np.empty(count, np.uint8)
+        return block[: read_at(self.descriptor, block.data, BLOCK_OFFSET + start)]
 
     def publish(self) -> None:
         """Rename the finished file, which must be on the disk, to its final name."""
@@ -205,7 +194,7 @@ class UnfinishedFile:
         with contextlib.suppress(OSError):
             block = self.read(self.size, record["bytes"])
             if len(block) == record["bytes"] and zlib.crc32(block) == record["crc32"]:
-                return np.frombuffer(block, np.uint8)
+                return block
         return None
 
 
@@ -221,13 +210,6 @@ def _record(line: bytes) -> dict[str, Any] | None:
         return None
     record: dict[str, Any] = json.loads(line[9:])
     return record
-
-
-def _write_all(descriptor: int, data: bytes | memoryview, at: int) -> None:
-    view = memoryview(data)
-    while len(view):
-        count = os.pwrite(descriptor, view, at)
-        view, at = view[count:], at + count
 
 
 #: from this version of its format on, HDF5 stores checksums of its own structures
@@ -285,7 +267,7 @@ class DataFileWriter:
         if self.done:
             get_logger(__name__).info("continuing %s after the first %d of %d images", self._file.path, self.done, count)
 
-    def __enter__(self) -> DataFileWriter:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -298,11 +280,6 @@ class DataFileWriter:
         finally:
             self._file.discard()
 
-    @property
-    def _written(self) -> int:
-        """Number of samples written."""
-        return len(self._sums)
-
     def _check_images(self, images: np.ndarray) -> None:
         if images.shape[1:] != self.shape or images.dtype != np.uint8:
             raise DataError(
@@ -311,8 +288,8 @@ class DataFileWriter:
 
     def _add(self, block: memoryview, labels: np.ndarray, skipped: Sequence[str], **more: Any) -> None:
         """Append the stored bytes of samples."""
-        assert self._written + len(labels) <= self._count, "more samples than announced"
-        check_labels(self._path, labels, len(self._names), first=self._written)
+        assert len(self._sums) + len(labels) <= self._count, "more samples than announced"
+        check_labels(self._path, labels, len(self._names), first=len(self._sums))
         record = {"labels": labels.tolist(), "skipped": list(skipped), **more}
         with self._system_errors():
             self._file.append(block, record)
@@ -329,7 +306,7 @@ class DataFileWriter:
         return system_errors_as(f"The data file {self._path} cannot be written")
 
     def _finish(self) -> None:
-        if self._written == 0:
+        if not self._sums:
             raise DataError(f"{self._path} would hold no images; a data file needs at least one.")
         with StoreFile(os.dup(self._file.descriptor)) as stored:
             # Large objects start on a page, so the map has no more pages than the images.
@@ -365,8 +342,8 @@ class DataFileWriter:
         dataset = h5py.Dataset(h5py.h5d.create(file.id, name.encode(), h5py.h5t.STD_U8LE, space, created))
         if dataset.id.get_offset() != BLOCK_OFFSET:
             assert self._file.size < _PAGE_BYTES, "large objects begin on the first page after the structures"
-            dataset[...] = np.frombuffer(self._file.read(0, self._file.size), np.uint8).reshape(shape)
-            self._file.clear()
+            dataset[...] = self._file.read(0, self._file.size).reshape(shape)
+            os.ftruncate(self._file.descriptor, 0)
         dataset.attrs["sha256"] = np.bytes_(self._digest.hexdigest())
         if self._fit is not None:
             dataset.attrs[FIT] = np.bytes_(self._fit)
@@ -377,9 +354,6 @@ class DataFileWriter:
 
 class ImageFileWriter(DataFileWriter):
     """Writer of a data file of pixels; see `DataFileWriter`."""
-
-    def __enter__(self) -> ImageFileWriter:
-        return self
 
     def append(self, images: np.ndarray, labels: np.ndarray, skipped: Sequence[str] = ()) -> None:
         """Append images (n, H, W, C) uint8 with labels (n,).
@@ -401,7 +375,7 @@ class ImageFileWriter(DataFileWriter):
         self._histogram += histogram(images)
 
     def _describe(self, file: h5py.File) -> None:
-        self._block(file, "images", (self._written, *self.shape))
+        self._block(file, "images", (len(self._sums), *self.shape))
 
 
 class EncodedFileWriter(DataFileWriter):
@@ -417,24 +391,8 @@ class EncodedFileWriter(DataFileWriter):
         self._pixel_sums: list[int] = []
         super().__init__(*arguments, **options)
 
-    def __enter__(self) -> EncodedFileWriter:
-        return self
-
-    def append(
-        self,
-        contents: Sequence[bytes],
-        images: np.ndarray,
-        labels: np.ndarray,
-        skipped: Sequence[str] = (),
-    ) -> None:
-        """Append picture files, with labels (n,) and the images (n, H, W, C) uint8 that the files decode to.
-
-        Args:
-            skipped: names of pictures of the source that are left out at this place.
-
-        Raises:
-            DataError: the images have another shape, a label is outside 0 .. classes - 1, or the disk is full.
-        """
+    def append(self, contents: Sequence[bytes], images: np.ndarray, labels: np.ndarray, skipped: Sequence[str] = ()) -> None:
+        """Append picture files, with the images that they decode to; see `ImageFileWriter.append`."""
         self._check_images(images)
         assert len(labels) == len(images) == len(contents), "one label and one file per image"
         images = np.ascontiguousarray(images)

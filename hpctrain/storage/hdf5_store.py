@@ -31,7 +31,7 @@ import h5py
 import numpy as np
 
 from hpctrain.core.errors import CheckpointError
-from hpctrain.core.files import open_own, open_regular
+from hpctrain.core.files import open_own, open_regular, read_at, write_at
 from hpctrain.core.intervals import Box, intersect, relative, shape_of, size_of, whole
 from hpctrain.storage.weights_file import SUFFIXES as WEIGHT_SUFFIXES
 from hpctrain.version import __version__
@@ -114,7 +114,7 @@ class StoreFile(io.RawIOBase):
         for begin in range(0, len(view), _BLOCK):
             block = view[begin : begin + _BLOCK]
             seen(block)
-            self._write_all(offset + begin, block)
+            write_at(self._descriptor, block, offset + begin)
         self._size = max(self._size, offset + len(view))
 
     def finish(self) -> None:
@@ -125,7 +125,7 @@ class StoreFile(io.RawIOBase):
         """
         os.ftruncate(self._descriptor, self._size)
         for offset, data in self._written:
-            self._write_all(offset, memoryview(data))
+            write_at(self._descriptor, data, offset)
         os.fsync(self._descriptor)
 
     def close(self) -> None:
@@ -136,11 +136,6 @@ class StoreFile(io.RawIOBase):
         if not self.closed:
             super().close()
             os.close(self._descriptor)
-
-    def _write_all(self, offset: int, data: memoryview) -> None:
-        done = 0
-        while done < len(data):
-            done += os.pwrite(self._descriptor, data[done:], offset + done)
 
 
 FORMAT = "hpctrain-checkpoint"
@@ -574,16 +569,13 @@ class ShardReader:
         return index.places
 
     def _fill(self, key: str, view: memoryview, offset: int) -> None:
-        done = 0
         try:
-            while done < len(view) and (count := os.preadv(self._descriptor, [view[done:]], offset + done)):
-                done += count
+            if read_at(self._descriptor, view, offset) < len(view):
+                raise self._damaged(key)
         except OSError as error:
             raise CheckpointError(
                 f"Tensor {key} in {self._path} cannot be read ({error.strerror}); use an older checkpoint."
             ) from error
-        if done < len(view):
-            raise self._damaged(key)
 
     def _damaged(self, key: str) -> CheckpointError:
         return CheckpointError(f"Tensor {key} in {self._path} does not match its checksum; use an older checkpoint.")

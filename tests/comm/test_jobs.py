@@ -243,7 +243,7 @@ def test_the_last_view_returns_it() -> None:
     assert len(os.listdir(descriptors)) == before
 
 
-@pytest.mark.parametrize("fault", ["memfd_create", "_open", "_mapped", "_mapped on the second"])
+@pytest.mark.parametrize("fault", ["memfd_create", "_mapped", "_mapped on the second"])
 def test_where_one_rank_is_denied_it_each_has_its_own(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
     """All of them learn the reason; none waits for another."""
     mapped, calls = shared_memory._mapped, []
@@ -268,18 +268,21 @@ def _denied(*arguments: object) -> np.ndarray:
     raise PermissionError(1, "Operation not permitted")
 
 
-def test_the_descriptor_of_another_process_is_known_for_what_it_is(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "denied"), [("other", "they open different files"), ("missing", "No such file or directory")])
+def test_the_descriptor_of_another_process_is_recognised(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, denied: str
+) -> None:
     """In a container of its own, the number of a process may be that of another one."""
-    descriptor, token = shared_memory._create(100)
-    other = os.open(tmp_path / "other", os.O_RDWR | os.O_CREAT)
-    os.truncate(other, os.fstat(descriptor).st_size)
-    for number, known in ((other, token), (descriptor, bytes(16)), (12345, token)):
-        with pytest.raises(OSError, match=r"cannot access each other|No such file"):
-            shared_memory._open((os.getpid(), number, known), 100)
-    opened = shared_memory._open((os.getpid(), descriptor, token), 100)
-    assert os.fstat(opened).st_ino == os.fstat(descriptor).st_ino
-    for number in (descriptor, other, opened):
-        os.close(number)
+    (tmp_path / "other").write_bytes(bytes(100))
+    plain = os.open
+
+    def opened(path: str, *arguments: int) -> int:
+        return plain(tmp_path / name if str(path).startswith("/proc/") else path, *arguments)
+
+    monkeypatch.setattr(os, "open", opened)
+    before = len(os.listdir("/proc/self/fd"))
+    assert run_virtual(2, lambda comm: share(comm, 100).denied) == [denied] * 2
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 _SHARING = """

@@ -1,6 +1,7 @@
 """Checks of data files: damaged samples, duplicates and classes, in files of pixels and of picture files."""
 
 import json
+from dataclasses import asdict
 
 import h5py
 import numpy as np
@@ -91,7 +92,7 @@ def test_duplicates_are_named_and_those_across_classes_by_themselves(tmp_path):
     assert not checked.damaged
     assert "1, 3, 8" in checked.findings[1].sentence
     assert "class 3 (d) has no sample" in checked.findings[2].sentence
-    json.dumps([finding.to_json() for finding in checked.findings])
+    json.dumps([asdict(finding) for finding in checked.findings])
 
 
 def test_samples_of_one_checksum_that_differ_are_no_duplicates(tmp_path, monkeypatch):

@@ -293,7 +293,7 @@ def test_samples_past_the_end_of_a_file_are_named(reader, tmp_path):
 def both(sizes, first):
     """Extents of samples of these sizes, and of as many of the first one's size."""
     yield Extents.rising(first, np.cumsum([0, *sizes]).astype(np.int64)), sizes
-    yield Extents.fixed(first, len(sizes), sizes[0]), [sizes[0]] * len(sizes)
+    yield Extents(first, len(sizes), sizes[0]), [sizes[0]] * len(sizes)
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=12), st.integers(0, 5000), st.data())
@@ -315,8 +315,8 @@ def test_samples_are_contiguous(sizes, first, data):
 
 
 def test_nothing_has_no_extent():
-    assert Extents.fixed(7, 0, 3).size_bytes == 0
-    assert list(Extents.fixed(7, 0, 3).samples_of(0, 10)) == []
+    assert Extents(7, 0, 3).size_bytes == 0
+    assert list(Extents(7, 0, 3).samples_of(0, 10)) == []
 
 
 def damage(path, sample, keeps_sum=False):

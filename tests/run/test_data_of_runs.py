@@ -238,7 +238,7 @@ def test_ranks_that_cannot_share_memory_keep_their_own_parts(folder: Path, expec
     def denied(*arguments: object) -> int:
         raise PermissionError(1, "Operation not permitted")
 
-    monkeypatch.setattr(shared_memory, "_open", denied)
+    monkeypatch.setattr(shared_memory, "_mapped", denied)
     digest, read = stream(folder, 2, {"memory": 2 * 85 * SIZE}, prefetch=0)
     assert digest == expected
     assert read["memory_samples"] > 0

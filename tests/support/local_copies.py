@@ -44,7 +44,7 @@ def fill():
 def patch():
     from hpctrain.data import local_copy
     from hpctrain.training.step import TrainingStep
-    write, run, calls = os.pwrite, TrainingStep.run, []
+    write, run, calls = local_copy.write_at, TrainingStep.run, []
 @FAULT@
 from hpctrain.cli import main
 command = main.LazyGroup.get_command
@@ -57,15 +57,12 @@ runpy.run_module("hpctrain", run_name="__main__", alter_sys=True)
 """
 
 _OF_WRITES = """
-class System:
-    def __getattr__(self, name):
-        return getattr(os, name)
-    def pwrite(self, descriptor, data, at):
-        calls.append(at)
-        if len(calls) {when}:
-            {fault}
-        return write(descriptor, data, at)
-local_copy.os = System()
+def patched_write(descriptor, data, at):
+    calls.append(at)
+    if len(calls) {when}:
+        {fault}
+    write(descriptor, data, at)
+local_copy.write_at = patched_write
 """
 _OF_STEPS = """
 def step(self, batch, number, lr):

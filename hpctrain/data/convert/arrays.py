@@ -11,6 +11,7 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -99,7 +100,7 @@ def opened(file: Path, images: str | None = None, labels: str | None = None, lay
         pixels, targets = _npy(file), _npy(Path(labels))
         names = str(file), labels
     else:
-        with _errors_of(file)("cannot be read"), open(open_regular(file), "rb") as content:  # NumPy leaves a damaged file open
+        with _errors_of(file, "cannot be read"), open(open_regular(file), "rb") as content:  # NumPy leaves a damaged file open
             arrays = np.load(content, allow_pickle=False)
             if not hasattr(arrays, "zip"):
                 raise DataError(f"{file} holds a single array; rename it to .npy, and give the labels in --labels.")
@@ -110,12 +111,12 @@ def opened(file: Path, images: str | None = None, labels: str | None = None, lay
         names = f"{chosen[0]} in {file}", f"{chosen[1]} in {file}"
     first = channels_first(names[0], pixels.shape, pixels.dtype, layout)
     values, classes = class_labels(names[1], targets, len(pixels))
-    return ForeignImages(file, pixels, first, values, classes, _errors_of(file))
+    return ForeignImages(file, pixels, first, values, classes, partial(_errors_of, file))
 
 
 def _npy(path: Path) -> np.ndarray:
     require_file(path, "array file", "give the path of an existing .npy")
-    with _errors_of(path)("cannot be read"):
+    with _errors_of(path, "cannot be read"):
         return np.asarray(np.load(path, mmap_mode="r", allow_pickle=False))
 
 
@@ -132,13 +133,8 @@ def _key(file: Path, arrays: Any, key: str | None, usual: Sequence[str], option:
     return found
 
 
-def _errors_of(path: Path) -> Callable[[str], AbstractContextManager[None]]:
-    """Return a function that makes contexts which turn any error into a `DataError` about a file."""
-
-    def make(what: str) -> AbstractContextManager[None]:
-        return errors_as(DataError, lambda why: f"{path} {what}: {why}.", reason)
-
-    return make
+def _errors_of(path: Path, what: str) -> AbstractContextManager[None]:
+    return errors_as(DataError, lambda why: f"{path} {what}: {why}.", reason)
 
 
 def convert(

@@ -236,11 +236,8 @@ class PictureForm:
 
     Attributes:
         size: (H, W) to which pictures are resized; None: all pictures must have one size.
-        fit: "crop" or "squash", see `decoding.decode`.
-        channels: 1 or 3.
-        keep_files: whether to store the unchanged picture files instead of pixels.
-        max_pixels: maximum number of pixels of a picture; see `decoding.decode`.
-        value_range: values that become 0 and 255; see `decoding.decode`.
+        fit, channels, max_pixels, value_range: see `decoding.decode`.
+        keep_files: whether to store the unchanged picture files, which are decoded when they are read, instead of pixels.
     """
 
     size: tuple[int, int] | None
@@ -277,17 +274,8 @@ class PictureForm:
             items: JSON-compatible identification of the pictures.
             skips: whether undecodable pictures are left out.
         """
-        how = [
-            self.size,
-            self.fit,
-            self.channels,
-            self.keep_files,
-            self.max_pixels,
-            self.value_range,
-            skips,
-            list(class_names),
-            decoding.versions(),
-        ]
+        form = self.size, self.fit, self.channels, self.keep_files, self.max_pixels, self.value_range
+        how = [*form, skips, list(class_names), decoding.versions()]
         return hashlib.sha256(json.dumps([how, items]).encode(errors="surrogateescape")).hexdigest()
 
 

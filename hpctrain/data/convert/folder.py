@@ -166,10 +166,7 @@ def convert(
     Continues an interrupted conversion of the same files.
 
     Args:
-        fit: "crop" or "squash", see `decoding.decode`.
-        keep_files: whether to store the unchanged picture files, which are decoded when they are read, instead of pixels.
-        max_pixels: maximum number of pixels of a picture; see `decoding.decode`.
-        value_range: values that become 0 and 255; see `decoding.decode`.
+        fit, channels, keep_files, max_pixels, value_range: see `PictureForm`.
         measures: whether `value_range` is measured if it is None; see `common.measured_range`.
 
     Raises:

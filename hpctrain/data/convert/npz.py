@@ -108,10 +108,7 @@ def convert(
 
     Args:
         size: (H, W) to which images are resized; None: all must have the size of the first.
-        fit: "crop" or "squash", see `decoding.decode`.
-        keep_files: whether to store the unchanged picture files, which are decoded when they are read, instead of pixels.
-        max_pixels: maximum number of pixels of a picture; see `decoding.decode`.
-        value_range: values that become 0 and 255; see `decoding.decode`.
+        fit, channels, keep_files, max_pixels, value_range: see `PictureForm`.
         measures: whether `value_range` is measured if it is None; see `common.measured_range`.
 
     Raises:
