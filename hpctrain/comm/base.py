@@ -150,11 +150,7 @@ def piece(array: Array, counts: Sequence[int], rank: int) -> Array:
 
 
 class ForwardingCommunicator:
-    """Base of communicators that forward operations to another communicator of the same ranks. Subclasses change some operations.
-
-    Args:
-        inner: communicator to which operations are forwarded.
-    """
+    """Base of communicators that forward operations to `inner`, of the same ranks. Subclasses change some operations."""
 
     def __init__(self, inner: Communicator) -> None:
         self.rank, self.size, self.name, self.world_ranks = inner.rank, inner.size, inner.name, inner.world_ranks

@@ -59,26 +59,6 @@ class LinkModel:
         """Return (P - 1) alpha + (P - 1) / P n beta; n is the size of the gathered buffer."""
         return self.reduce_scatter_seconds(n_bytes, ranks)
 
-    def allreduce_seconds(self, n_bytes: int, ranks: int) -> float:
-        """Return 2 (P - 1) alpha + 2 (P - 1) / P n beta: a reduce-scatter, then an allgather."""
-        return self.reduce_scatter_seconds(n_bytes, ranks) + self.allgather_seconds(n_bytes, ranks)
-
-    def alltoall_seconds(self, n_bytes: int, ranks: int) -> float:
-        """Return (P - 1) alpha + (P - 1) / P n beta; n is the size of the largest buffer that a rank sends or receives."""
-        return self.reduce_scatter_seconds(n_bytes, ranks)
-
-    def broadcast_seconds(self, n_bytes: int, ranks: int) -> float:
-        """Return ceil(log2 P) (alpha + n beta), the cost of a binomial tree."""
-        return _rounds(ranks) * self.point_to_point_seconds(n_bytes)
-
-    def barrier_seconds(self, ranks: int) -> float:
-        """Return ceil(log2 P) alpha, the cost of a dissemination barrier."""
-        return _rounds(ranks) * self.alpha_seconds
-
-
-def _rounds(ranks: int) -> int:
-    return (ranks - 1).bit_length()
-
 
 def calibrate(comm: Communicator, progress: ProgressEngine) -> LinkModel:
     """Measure alpha and beta of `comm` on rank 0 by reduce-scatters and allgathers of two sizes, and return them on all ranks.

@@ -73,49 +73,8 @@ class StagedOperation(OrderedOperation):
         return f"{self._text}, waiting for {waits_for}"
 
 
-class MirroredArrays:
-    """Mirrors of one operation's arrays. An array on the host is its own mirror."""
-
-    def __init__(self, mirrors: HostMirrors) -> None:
-        self._mirrors = mirrors
-        self._leaving: list[tuple[np.ndarray, Array]] = []
-        self._arriving: tuple[Array, _Intervals] = (None, [])
-
-    def mirror(self, array: Array, *, leaves: _Intervals | None = None, arrives: _Intervals | None = None) -> np.ndarray:
-        """Return the array's mirror.
-
-        Args:
-            array: array on the device or the host.
-            leaves: intervals of elements that are copied to the mirror before the operation; None: none.
-            arrives: intervals of elements that are copied back after the operation, for at most one array of an operation; None:
-                none.
-        """
-        if isinstance(array, np.ndarray):
-            return array
-        flat = array.reshape(-1)
-        mirror = self._mirrors.mirror(array)
-        self._leaving += [(mirror[begin:end], flat[begin:end]) for begin, end in leaves or () if begin < end]
-        if arrives is not None:
-            assert self._arriving[0] is None, "at most one array of an operation may receive"
-            self._arriving = array, [(begin, end) for begin, end in arrives if begin < end]
-        return mirror
-
-    def start(self, order: InOrder, post: Callable[[], Handle], text: str) -> Handle:
-        """Enqueue the copies to the host, and start an operation that waits for them and then copies its results back."""
-        transit = self._mirrors.leave(self._leaving)
-        copy_back = partial(self._mirrors.arrive, transit, *self._arriving)
-        return StagedOperation(order, transit, post, copy_back, text, "on its way to the device")
-
-
 def _all_elements(array: Array) -> _Intervals:
     return [(0, array.size)]
-
-
-def _own_and_others(counts: Sequence[int], rank: int) -> tuple[_Intervals, _Intervals]:
-    """Return the interval of a rank's piece of a buffer, and the intervals of all other pieces."""
-    begin, total = sum(counts[:rank]), sum(counts)
-    end = begin + counts[rank]
-    return [(begin, end)], [(0, begin), (end, total)]
 
 
 class StagedSums:
@@ -129,18 +88,42 @@ class StagedSums:
         self._sums, self._mirrors, self._order = sums, mirrors, order
 
     def iallreduce(self, buffer: Array) -> Handle:
-        arrays = MirroredArrays(self._mirrors)
-        mirror = arrays.mirror(buffer, leaves=_all_elements(buffer), arrives=_all_elements(buffer))
-        return arrays.start(self._order, lambda: self._sums.iallreduce(mirror), f"allreduce of {buffer.size} elements")
+        every = _all_elements(buffer)
+        return self._start(self._sums.iallreduce, f"allreduce of {buffer.size} elements", (buffer, every, every))
 
     def ireduce_scatter(self, send: Array, recv: Array, counts: Sequence[int]) -> Handle:
-        arrays = MirroredArrays(self._mirrors)
-        sent, received = arrays.mirror(send, leaves=_all_elements(send)), arrays.mirror(recv, arrives=_all_elements(recv))
-        text = f"reduce-scatter of {send.size} elements"
-        return arrays.start(self._order, lambda: self._sums.ireduce_scatter(sent, received, counts), text)
+        post, text = partial(self._sums.ireduce_scatter, counts=counts), f"reduce-scatter of {send.size} elements"
+        return self._start(post, text, (send, _all_elements(send), ()), (recv, (), _all_elements(recv)))
+
+    def _start(
+        self, post: Callable[..., Handle], text: str, *arrays: tuple[Array, _Intervals | tuple[()], _Intervals | tuple[()]]
+    ) -> Handle:
+        """Enqueue copies to the host, and start an operation that waits for them and then copies its results back.
+
+        Args:
+            post: function of the mirrors that posts the operation. An array on the host is its own mirror.
+            arrays: each array with the intervals of elements that are copied to its mirror before the operation, and of those
+                that are copied back after it, for at most one array.
+        """
+        mirrors: list[Array] = []
+        leaving: list[tuple[np.ndarray, Array]] = []
+        arriving: tuple[Array, _Intervals] = (None, [])
+        for array, leaves, arrives in arrays:
+            if isinstance(array, np.ndarray):
+                mirrors.append(array)
+                continue
+            flat, mirror = array.reshape(-1), self._mirrors.mirror(array)
+            mirrors.append(mirror)
+            leaving += [(mirror[begin:end], flat[begin:end]) for begin, end in leaves if begin < end]
+            if arrives:
+                assert arriving[0] is None, "at most one array of an operation may receive"
+                arriving = array, [(begin, end) for begin, end in arrives if begin < end]
+        transit = self._mirrors.leave(leaving)
+        copy_back = partial(self._mirrors.arrive, transit, *arriving)
+        return StagedOperation(self._order, transit, partial(post, *mirrors), copy_back, text, "on its way to the device")
 
 
-class StagedCommunicator(ForwardingCommunicator):
+class StagedCommunicator(StagedSums, ForwardingCommunicator):
     """`Communicator` for arrays on a device or on the host. Creation is not collective.
 
     Args:
@@ -148,56 +131,43 @@ class StagedCommunicator(ForwardingCommunicator):
     """
 
     def __init__(self, inner: Communicator, mirrors: HostMirrors) -> None:
-        super().__init__(inner)
-        self._mirrors, self._order = mirrors, InOrder()
-        self._sums = StagedSums(inner, mirrors, self._order)
+        ForwardingCommunicator.__init__(self, inner)
+        StagedSums.__init__(self, inner, mirrors, InOrder())
 
     def sums_of(self, sums: GradientSums) -> GradientSums:
         """Return `sums`, which are over the same ranks, for device arrays. Operations share the order of this communicator."""
         return StagedSums(sums, self._mirrors, self._order)
 
-    def iallreduce(self, buffer: Array) -> Handle:
-        return self._sums.iallreduce(buffer)
-
-    def ireduce_scatter(self, send: Array, recv: Array, counts: Sequence[int]) -> Handle:
-        return self._sums.ireduce_scatter(send, recv, counts)
-
     def iallgather(self, send: Array | None, recv: Array, counts: Sequence[int]) -> Handle:
-        arrays, text = MirroredArrays(self._mirrors), f"allgather of {recv.size} elements"
-        mine, others = _own_and_others(counts, self.rank)
+        text = f"allgather of {recv.size} elements"
         if send is None:
-            received = arrays.mirror(recv, leaves=mine, arrives=others)
-            return arrays.start(self._order, lambda: self.inner.iallgather(None, received, counts), text)
-        sent, received = arrays.mirror(send, leaves=_all_elements(send)), arrays.mirror(recv, arrives=_all_elements(recv))
-        return arrays.start(self._order, lambda: self.inner.iallgather(sent, received, counts), text)
+            begin, total = sum(counts[: self.rank]), sum(counts)
+            end = begin + counts[self.rank]
+            mine, others = [(begin, end)], [(0, begin), (end, total)]
+            return self._start(lambda received: self.inner.iallgather(None, received, counts), text, (recv, mine, others))
+        arrays = (send, _all_elements(send), ()), (recv, (), _all_elements(recv))
+        return self._start(partial(self.inner.iallgather, counts=counts), text, *arrays)
 
     def ialltoall(self, send: Array, recv: Array, send_counts: Sequence[int], recv_counts: Sequence[int]) -> Handle:
-        arrays = MirroredArrays(self._mirrors)
-        sent, received = arrays.mirror(send, leaves=_all_elements(send)), arrays.mirror(recv, arrives=_all_elements(recv))
-        text = f"all-to-all of {send.size} elements"
-        return arrays.start(self._order, lambda: self.inner.ialltoall(sent, received, send_counts, recv_counts), text)
+        post = partial(self.inner.ialltoall, send_counts=send_counts, recv_counts=recv_counts)
+        arrays = (send, _all_elements(send), ()), (recv, (), _all_elements(recv))
+        return self._start(post, f"all-to-all of {send.size} elements", *arrays)
 
     def ibroadcast(self, buffer: Array, root: int) -> Handle:
-        arrays = MirroredArrays(self._mirrors)
-        leaves, arrives = (_all_elements(buffer), None) if self.rank == root else (None, _all_elements(buffer))
-        mirror = arrays.mirror(buffer, leaves=leaves, arrives=arrives)
+        leaves, arrives = (_all_elements(buffer), ()) if self.rank == root else ((), _all_elements(buffer))
         text = f"broadcast of {buffer.size} elements"
-        return arrays.start(self._order, lambda: self.inner.ibroadcast(mirror, root), text)
+        return self._start(partial(self.inner.ibroadcast, root=root), text, (buffer, leaves, arrives))
 
     def ibarrier(self) -> Handle:
-        return MirroredArrays(self._mirrors).start(self._order, self.inner.ibarrier, "barrier")
+        return self._start(self.inner.ibarrier, "barrier")
 
     def isend(self, buffer: Array, dest: int, tag: int) -> Handle:
-        arrays = MirroredArrays(self._mirrors)
-        mirror = arrays.mirror(buffer, leaves=_all_elements(buffer))
-        text = f"message of {buffer.size} elements to {dest}"
-        return arrays.start(self._order, lambda: self.inner.isend(mirror, dest, tag), text)
+        post = partial(self.inner.isend, dest=dest, tag=tag)
+        return self._start(post, f"message of {buffer.size} elements to {dest}", (buffer, _all_elements(buffer), ()))
 
     def irecv(self, buffer: Array, source: int, tag: int) -> Handle:
-        arrays = MirroredArrays(self._mirrors)
-        mirror = arrays.mirror(buffer, arrives=_all_elements(buffer))
-        text = f"message of {buffer.size} elements from {source}"
-        return arrays.start(self._order, lambda: self.inner.irecv(mirror, source, tag), text)
+        post = partial(self.inner.irecv, source=source, tag=tag)
+        return self._start(post, f"message of {buffer.size} elements from {source}", (buffer, (), _all_elements(buffer)))
 
     def wrap(self, part: Communicator) -> Communicator:
         return StagedCommunicator(part, self._mirrors)
@@ -408,9 +378,7 @@ class NcclCommunicator(ForwardingCommunicator):
 
 def over_nccl(inner: Communicator, arithmetic: Arithmetic) -> NcclCommunicator:
     """Return an NCCL communicator of the ranks of `inner`. Collective; at set-up only, if `group_fault` returned None."""
-    mirrors = arithmetic.mirrors()
-    assert mirrors is not None, "the arrays lie on a device"
-    return joined(StagedCommunicator(inner, mirrors), arithmetic)
+    return joined(staged(inner, arithmetic), arithmetic)
 
 
 def joined(inner: Communicator, arithmetic: Arithmetic) -> NcclCommunicator:
@@ -457,10 +425,9 @@ def reaching(transport: Transport, comm: Communicator, arithmetic: Arithmetic) -
     With two levels, "mpi" accesses device memory in both levels. "nccl" does so within nodes; between nodes, arrays are copied
     through the host.
     """
-    if transport == "staged":
-        return staged(comm, arithmetic)
-
     match transport:
+        case "staged":
+            return staged(comm, arithmetic)
         case "mpi" if isinstance(comm, TwoLevel):
             return TwoLevel(over_mpi(comm.flat, arithmetic), comm.levels, partial(_buffer, arithmetic))
         case "mpi":

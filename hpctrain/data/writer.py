@@ -193,7 +193,7 @@ class UnfinishedFile:
         """Return the bytes of the next chunk; None if they do not match their checksum."""
         with contextlib.suppress(OSError):
             block = self.read(self.size, record["bytes"])
-            if len(block) == record["bytes"] and zlib.crc32(block) == record["crc32"]:
+            if len(block) == record["bytes"] and zlib.crc32(block.data) == record["crc32"]:
                 return block
         return None
 

@@ -116,6 +116,8 @@ class FlightRecorder:
         directory: directory of the record's file; None while it is in memory.
         begun_at: temporary file, removed once the record has another file or the process has finished; otherwise None.
         beats: counter that grows while any thread of the process makes progress.
+        phase_name: name of the current phase; "" before the first.
+        step_begun: number of the latest step that has begun; 0 before the first.
     """
 
     def __init__(self, clock_ns: Callable[[], int] = time.perf_counter_ns) -> None:
@@ -126,7 +128,7 @@ class FlightRecorder:
         self._ring = RingWriter()
         self._lines = SourceLines(self._ring.name)
         self._posted = 0
-        self._phase, self._phases, self._step = "", 0, 0
+        self.phase_name, self._phases, self.step_begun = "", 0, 0
         now = clock_ns()
         words = self._ring.words
         words[Word.RANKS] = 1
@@ -218,10 +220,10 @@ class FlightRecorder:
 
     def phase(self, name: str | RunPhase) -> None:
         """Record the beginning of a phase of the program. Phases of all ranks (`RunPhase`) are counted."""
-        self._phase = str(name)
+        self.phase_name = str(name)
         self.beats += 1
         words = self._ring.words
-        words[Word.PHASE] = place = self._ring.name(self._phase)
+        words[Word.PHASE] = place = self._ring.name(self.phase_name)
         words[Word.PHASE_SINCE] = self._clock_ns()
         if isinstance(name, RunPhase):
             self._phases += 1
@@ -237,23 +239,13 @@ class FlightRecorder:
         """
         words = self._ring.words
         words[Word.EPOCH], words[Word.STEP] = epoch, step
-        self._step = step
-
-    @property
-    def phase_name(self) -> str:
-        """Name of the current phase; "" before the first."""
-        return self._phase
-
-    @property
-    def step_begun(self) -> int:
-        """Number of the latest step that has begun; 0 before the first."""
-        return self._step
+        self.step_begun = step
 
     @property
     def doing(self) -> str:
         """Current phase, and the step if there is one, in words."""
-        phase = self._phase or "its start"
-        return f"{phase}, step {self._step}" if self._step else phase
+        phase = self.phase_name or "its start"
+        return f"{phase}, step {self.step_begun}" if self.step_begun else phase
 
     @contextmanager
     def waiting(self, purpose: str, number: int = 0) -> Iterator[None]:

@@ -1,8 +1,8 @@
 """Memory and processor time available to this process, from the machine and from the limits of Linux's control groups.
 
 Containers and schedulers set such limits. `available_bytes` is the available memory, `cpu_quota` the limit of processor time, and
-`resident_bytes` the memory of this process. `MemoryGroup` finds out whether the kernel ended a process because memory ran out.
-Nothing here starts a process.
+`peak_resident_bytes` the memory of this process. `MemoryGroup` finds out whether the kernel ended a process because memory ran
+out. Nothing here starts a process.
 """
 
 from __future__ import annotations
@@ -62,8 +62,12 @@ def _room(folder: Path, limit: str, use: str, reclaimable: str) -> Iterator[int]
     """Yield the limit of a group minus its use; nothing without a limit, or if the group is not visible, as in a container."""
     with contextlib.suppress(OSError, ValueError):
         most, used = int((folder / limit).read_text()), int((folder / use).read_text())
-        values = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines() if len(line.split()) == 2)
-        yield most - used + int(values.get(reclaimable, 0))
+        yield most - used + int(_values(folder / "memory.stat").get(reclaimable, 0))
+
+
+def _values(path: Path) -> dict[str, str]:
+    """Return the values of a file of lines "name value"."""
+    return dict(line.split() for line in path.read_text().splitlines() if len(line.split()) == 2)
 
 
 # Version 1 is mounted by the names of its controllers.
@@ -89,13 +93,11 @@ def _quotas(root: Path) -> Iterator[float]:
     for mount in _V2_MOUNTS:
         for folder in control_groups("", mount, root):
             with contextlib.suppress(OSError, ValueError):  # "max 100000" means no limit
-                quota, period = map(int, (folder / "cpu.max").read_text().split())
-                yield from _share(quota, period)
+                yield from _share(*map(int, (folder / "cpu.max").read_text().split()))
     for mount in _V1_MOUNTS:
         for folder in control_groups("cpu", mount, root):
             with contextlib.suppress(OSError, ValueError):  # a quota of -1 means no limit
-                quota, period = (int((folder / f"cpu.cfs_{name}_us").read_text()) for name in ("quota", "period"))
-                yield from _share(quota, period)
+                yield from _share(*(int((folder / f"cpu.cfs_{name}_us").read_text()) for name in ("quota", "period")))
 
 
 def _share(quota: int, period: int) -> Iterator[float]:
@@ -161,28 +163,16 @@ class MemoryGroup:
 
 
 def _kills(path: Path) -> int:
-    """Return the number of killed processes from a file of lines "name number".
+    """Return the number of killed processes.
 
     Raises:
         ValueError: the file has no such count.
     """
-    values = dict(line.split() for line in path.read_text().splitlines() if len(line.split()) == 2)
-    if "oom_kill" not in values:
-        raise ValueError("no count of processes")
-    return int(values["oom_kill"])
+    return int(_values(path).get("oom_kill", "no count"))
 
 
 def peak_resident_bytes() -> int:
     """Return the maximum resident memory of this process so far."""
-    return _status_bytes("VmHWM")
-
-
-def resident_bytes() -> int:
-    """Return the resident memory of this process."""
-    return _status_bytes("VmRSS")
-
-
-def _status_bytes(field: str) -> int:
     with open("/proc/self/status", encoding="ascii") as file:
-        line = next(line for line in file if line.startswith(f"{field}:"))
+        line = next(line for line in file if line.startswith("VmHWM:"))
     return int(line.split()[1]) * 1024

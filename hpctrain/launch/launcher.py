@@ -74,24 +74,15 @@ class _Signature:
     local_rank: str
 
 
+def _of_world(name: str, prefix: str) -> _Signature:
+    size, rank = f"{prefix}_SIZE", f"{prefix}_RANK"
+    return _Signature(name, size, size, rank, f"{prefix}_LOCAL_SIZE", f"{prefix}_LOCAL_RANK")
+
+
 # The first one whose marker is set counts. A process manager that starts through another one (hydra in a Slurm job) precedes it.
 _SIGNATURES = (
-    _Signature(
-        "Open MPI mpiexec",
-        "OMPI_COMM_WORLD_SIZE",
-        "OMPI_COMM_WORLD_SIZE",
-        "OMPI_COMM_WORLD_RANK",
-        "OMPI_COMM_WORLD_LOCAL_SIZE",
-        "OMPI_COMM_WORLD_LOCAL_RANK",
-    ),
-    _Signature(
-        "MVAPICH mpirun",
-        "MV2_COMM_WORLD_SIZE",
-        "MV2_COMM_WORLD_SIZE",
-        "MV2_COMM_WORLD_RANK",
-        "MV2_COMM_WORLD_LOCAL_SIZE",
-        "MV2_COMM_WORLD_LOCAL_RANK",
-    ),
+    _of_world("Open MPI mpiexec", "OMPI_COMM_WORLD"),
+    _of_world("MVAPICH mpirun", "MV2_COMM_WORLD"),
     _Signature("Cray PALS mpiexec", "PALS_RANKID", "PMI_SIZE", "PALS_RANKID", "PALS_LOCAL_SIZE", "PALS_LOCAL_RANKID"),
     _Signature("MPICH hydra mpiexec", "MPI_LOCALNRANKS", "PMI_SIZE", "PMI_RANK", "MPI_LOCALNRANKS", "MPI_LOCALRANKID"),
 )
@@ -111,7 +102,7 @@ def detect(environ: Mapping[str, str]) -> Launcher:
     Raises:
         LaunchError: HPCTRAIN_EXPECT_RANKS is not a positive integer.
     """
-    launcher = _detect(environ)
+    launcher = started_by(environ)
     wanted = environ.get(EXPECT_RANKS)
     if wanted is None:
         return launcher
@@ -120,17 +111,12 @@ def detect(environ: Mapping[str, str]) -> Launcher:
     return replace(launcher, expected_size=int(wanted), overruled_size=launcher.expected_size)
 
 
-def started_by(environ: Mapping[str, str]) -> Launcher:
-    """Return the launcher as `detect` does, but ignore HPCTRAIN_EXPECT_RANKS. Never raises."""
-    return _detect(environ)
-
-
 def place_of(rank: int | None) -> str:
     """Return the prefix of this process's lines among those of other ranks, such as "[3/64@node7] ".
 
     The prefix is "" without a rank, and for the only rank of a job.
     """
-    launcher = _detect(os.environ)
+    launcher = started_by(os.environ)
     alone = launcher.expected_size == 1 or not launcher.starts_mpi
     return "" if alone and not rank else place(rank, launcher.expected_size)
 
@@ -142,10 +128,11 @@ def may_overlook_exit_codes(environ: Mapping[str, str]) -> bool:
     descriptor close, for example while it forwards a last message, it closes the descriptor itself, and keeps waiting for ranks
     that wait for the lost one.
     """
-    return _detect(environ).name in _OF_HYDRA
+    return started_by(environ).name in _OF_HYDRA
 
 
-def _detect(environ: Mapping[str, str]) -> Launcher:
+def started_by(environ: Mapping[str, str]) -> Launcher:
+    """Return the launcher as `detect` does, but ignore HPCTRAIN_EXPECT_RANKS. Never raises."""
     for signature in _SIGNATURES:
         if signature.marker in environ:
             return _by_signature(signature, environ)
@@ -202,7 +189,7 @@ def environment_fault(environ: Mapping[str, str], root: Path = Path("/")) -> str
     Such variables stay in the shell of an interactive allocation and in processes started from it without a launcher. MPI would
     end the process with a stack trace.
     """
-    launcher = _detect(environ)
+    launcher = started_by(environ)
     gone = _closed_descriptor(environ, root) or _gone_server(environ, root) or _missing_connection(launcher, environ)
     if gone is None:
         return None

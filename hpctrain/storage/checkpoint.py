@@ -33,7 +33,7 @@ from hpctrain.core.intervals import Box, relative, whole
 from hpctrain.core.log import get_logger
 from hpctrain.core.text import choices
 from hpctrain.launch import processes
-from hpctrain.storage.atomic_write import PARTIAL, not_written, replacing, synchronise_directory, writer_of
+from hpctrain.storage.atomic_write import PARTIAL, not_written, partial_path, replacing, synchronise_directory, writer_of
 from hpctrain.storage.hdf5_store import ShardedTensors, digest_of, open_file, read_file, read_store_meta, write_store
 from hpctrain.storage.shards import (
     BEFORE,
@@ -44,7 +44,6 @@ from hpctrain.storage.shards import (
     delete,
     open_sharded,
     publish,
-    unfinished,
     write_shard,
 )
 
@@ -282,7 +281,7 @@ def by_age(directory: Path) -> list[tuple[int, Path]]:
 def _by_age(entries: Iterable[tuple[int, Path]]) -> list[tuple[int, Path]]:
     latest, aged = 0, []
     for step, path in entries:
-        number = _sequence(path)
+        number = _sequence_and_run(path)[0]
         latest = max(latest, number or 0)
         aged.append((latest if number is None else number, step, path))
     return [(step, path) for _, step, path in sorted(aged)]
@@ -291,7 +290,7 @@ def _by_age(entries: Iterable[tuple[int, Path]]) -> list[tuple[int, Path]]:
 def next_sequence(directory: Path) -> int:
     """Return the sequence number for the next checkpoint in `directory`. Checkpoints that are set aside are counted."""
     paths = (path for name in (_NAME, _SET_ASIDE) for _, path in _matching(directory, name))
-    return 1 + max((_sequence(path) or 0 for path in paths), default=0)
+    return 1 + max((_sequence_and_run(path)[0] or 0 for path in paths), default=0)
 
 
 def run_identity(path: Path) -> str | None:
@@ -299,12 +298,8 @@ def run_identity(path: Path) -> str | None:
     return _sequence_and_run(path)[1]
 
 
-def _sequence(path: Path) -> int | None:
-    """Return the sequence number in a checkpoint's metadata; None if it is missing or cannot be read."""
-    return _sequence_and_run(path)[0]
-
-
 def _sequence_and_run(path: Path) -> tuple[int | None, str | None]:
+    """Return sequence number and run from a checkpoint's metadata; None for what is missing or cannot be read."""
     try:
         status = (path / MANIFEST if is_sharded(path) else path).stat()
     except OSError:
@@ -315,10 +310,7 @@ def _sequence_and_run(path: Path) -> tuple[int | None, str | None]:
 
 @lru_cache(maxsize=1 << 14)
 def _read_sequence_and_run(path: Path, *version: int) -> tuple[int | None, str | None]:
-    """Return (sequence number, identity of the run) from a checkpoint's metadata.
-
-    The result is cached per version of the file, because a directory may hold many checkpoints.
-    """
+    """Implement `_sequence_and_run`, cached per version of the file, because a directory may hold many checkpoints."""
     try:
         meta = read_meta(path)
     except (CheckpointError, OSError, ValueError, KeyError, TypeError, AttributeError):
@@ -482,7 +474,7 @@ def _check(out: Path, sharded: bool) -> None:
 
 
 def _write_shards(out: Path, content: CheckpointContent, shards: int) -> None:
-    partial = unfinished(out, secrets.token_hex(4))
+    partial = partial_path(out, secrets.token_hex(4))
     each = (_parts(content, number, shards) for number in range(shards))
     try:
         publish(partial, out, [write_shard(partial, number, parts) for number, parts in enumerate(each) if parts], content.meta)

@@ -106,14 +106,6 @@ MANIFEST, _DIGEST = "manifest.json", "manifest.sha256"
 _FORMAT, _VERSION = "hpctrain-sharded-checkpoint", 1
 
 
-def unfinished(path: Path, token: str) -> Path:
-    """Return the directory for the unfinished checkpoint `path`.
-
-    Its name contains the calling process and `token`, the attempt.
-    """
-    return partial_path(path, token)
-
-
 def moved_away(path: Path) -> Path:
     """Return the temporary name of a checkpoint while a new one of the same step replaces it.
 
@@ -157,7 +149,7 @@ def delete(path: Path) -> None:
     Raises:
         OSError: the checkpoint cannot be deleted.
     """
-    old = unfinished(path, "old")
+    old = partial_path(path, "old")
     shutil.rmtree(old, ignore_errors=True)
     os.replace(path, old)
     shutil.rmtree(old)

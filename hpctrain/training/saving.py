@@ -23,9 +23,10 @@ from hpctrain.comm.base import Communicator, on_ranks, raise_on_all_ranks
 from hpctrain.core.errors import CheckpointError, CheckpointRemovedError, RunOwnedError
 from hpctrain.flight.recorder import FlightNotes
 from hpctrain.storage import checkpoint
+from hpctrain.storage.atomic_write import partial_path
 from hpctrain.storage.checkpoint import CheckpointContent
 from hpctrain.storage.hdf5_store import ShardFacts
-from hpctrain.storage.shards import Part, publish, unfinished, write_shard
+from hpctrain.storage.shards import Part, publish, write_shard
 from hpctrain.training.metrics import Reporter
 
 #: increase of the writing thread's nice value over that of the process
@@ -417,7 +418,7 @@ def shards(
 ) -> Writing:
     """Return a checkpoint as a directory: a shard per rank, and a manifest that rank 0 writes after all shards. Collective."""
     rank = world.rank
-    growing: Path = world.broadcast_object(unfinished(path, secrets.token_hex(4)))
+    growing: Path = world.broadcast_object(partial_path(path, secrets.token_hex(4)))
 
     def own() -> ShardFacts:
         prepare()

@@ -31,6 +31,11 @@ _NOT_THE_PROGRAM = tuple(
 )
 
 
+def _rounds(ranks: int) -> int:
+    """Return the number of rounds of a binomial tree, or of a dissemination barrier."""
+    return (ranks - 1).bit_length()
+
+
 class RankEnded(BaseException):
     """Unwinds a virtual rank after another rank has failed. Must not be caught."""
 
@@ -306,7 +311,7 @@ class Allreduce(PostedOperation):
         return self._sum
 
     def seconds(self, link: LinkModel) -> float:
-        return link.allreduce_seconds(self.parts_bytes(), len(self.members))
+        return 2 * link.reduce_scatter_seconds(self.parts_bytes(), len(self.members))
 
     def parts_bytes(self) -> int:
         return max(p.contribution.nbytes for p in self.postings if p is not None and p.contribution is not None)
@@ -363,7 +368,7 @@ class Alltoall(PostedOperation):
 
     def seconds(self, link: LinkModel) -> float:
         buffers = [buffer for p in self.postings if p for buffer in (p.contribution, p.target) if buffer is not None]
-        return link.alltoall_seconds(max(buffer.nbytes for buffer in buffers), len(self.members))
+        return link.reduce_scatter_seconds(max(buffer.nbytes for buffer in buffers), len(self.members))
 
 
 class Broadcast(PostedOperation):
@@ -382,7 +387,7 @@ class Broadcast(PostedOperation):
         return root.contribution.nbytes
 
     def seconds(self, link: LinkModel) -> float:
-        return link.broadcast_seconds(self.bytes(), len(self.members))
+        return _rounds(len(self.members)) * link.point_to_point_seconds(self.bytes())
 
 
 class Message(Broadcast):
@@ -406,7 +411,7 @@ class Barrier(PostedOperation):
         return None
 
     def seconds(self, link: LinkModel) -> float:
-        return link.barrier_seconds(len(self.members))
+        return _rounds(len(self.members)) * link.alpha_seconds
 
 
 class ObjectExchange(PostedOperation):

@@ -24,7 +24,7 @@ from hpctrain.core.text import size_text
 from hpctrain.flight.recorder import FlightRecorder
 from hpctrain.job.automatic_choice import PredictedStep
 from hpctrain.job.session import describe_cores
-from hpctrain.launch.control_groups import resident_bytes
+from hpctrain.launch.control_groups import peak_resident_bytes
 from hpctrain.launch.process_end import End
 from hpctrain.run import accounts
 from hpctrain.run.accounts import DataAccount, PeakMemory, RunAccount, StepParts
@@ -273,7 +273,7 @@ def test_the_rank_and_the_gpu_that_held_most_count_and_every_rank_knows_it() -> 
 
 
 def test_a_run_says_and_records_the_peak_of_its_process_if_it_trained() -> None:
-    nothing, heard, before = Heard(), Heard(), resident_bytes()
+    nothing, heard, before = Heard(), Heard(), peak_resident_bytes()
     run_virtual(1, lambda comm: accounts.finish_memory(comm, make_backend("numpy"), nothing, (26, 26)))
     assert (nothing.lines, nothing.records) == ([], [])
     run_virtual(1, lambda comm: accounts.finish_memory(comm, make_backend("numpy"), heard, (20, 26)))

@@ -42,8 +42,9 @@ from hpctrain.runs import directory as best_record
 from hpctrain.runs.directory import BestRecord, RunDirectory, latest
 from hpctrain.runs.owner import owned
 from hpctrain.storage import checkpoint
+from hpctrain.storage.atomic_write import partial_path
 from hpctrain.storage.checkpoint import CheckpointContent, checkpoint_path, parameter_key, remove, restore, write
-from hpctrain.storage.shards import Part, publish, unfinished, write_shard
+from hpctrain.storage.shards import Part, publish, write_shard
 from hpctrain.training.metrics import Reporter, RunningSums
 from hpctrain.training.snapshot import Position
 from hpctrain_testing.virtual.communicator import ThreadCommunicator
@@ -87,7 +88,7 @@ def write_sharded(directory: Path, step: int, shards: int) -> Path:
             if size_of(box)
         }
 
-    growing = unfinished(path, "t")
+    growing = partial_path(path, "t")
     publish(growing, path, [write_shard(growing, rank, parts(rank)) for rank in range(shards)], whole.meta)
     return path
 

@@ -27,9 +27,10 @@ from hpctrain.optim.optimizers import Sgd
 from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
 from hpctrain.storage import checkpoint
 from hpctrain.storage import shards as write_shares
+from hpctrain.storage.atomic_write import partial_path
 from hpctrain.storage.checkpoint import CheckpointContent, checkpoint_path, open_checkpoint, optimizer_key, read, write
 from hpctrain.storage.hdf5_store import ShardedTensors
-from hpctrain.storage.shards import publish, unfinished, write_shard
+from hpctrain.storage.shards import publish, write_shard
 from hpctrain.training.metrics import RunningSums
 from hpctrain.training.replica import Replica, StrategyFactory
 from hpctrain.training.snapshot import Position
@@ -427,9 +428,9 @@ def _course(comm: ThreadCommunicator, grid: tuple[int, int], least_elements: int
     (averager,) = (one for one in trained.averagers.values() if WEIGHT in one.group.parameters)
     holders = len(averager.full_state(averager.group.parameters[WEIGHT]).get(RESIDUAL, ()))
     parts, meta = trained.own_parts(Position(global_step=2), {})
-    shards = comm.allgather_object(write_shard(unfinished(path, "t"), comm.rank, parts))
+    shards = comm.allgather_object(write_shard(partial_path(path, "t"), comm.rank, parts))
     if comm.rank == 0:
-        publish(unfinished(path, "t"), path, shards, meta)
+        publish(partial_path(path, "t"), path, shards, meta)
     comm.allgather_object(None)
     _steps(trained, task, 2, 3)
     _, again = _replica(comm, grid, _strategy(least_elements))
@@ -504,7 +505,7 @@ def save(
     trained = replica(comm, nets.plain(), plan_of(*grid), strategy)
     trained.load(content)
     parts, meta = trained.own_parts(POSITION, {"ranks": 1})
-    growing = unfinished(path, "t")
+    growing = partial_path(path, "t")
     shards = comm.allgather_object(write_shard(growing, comm.rank, parts))
     if comm.rank == 0:
         publish(growing, path, shards, meta)
@@ -591,7 +592,7 @@ def _lazy_on_three_ranks(comm: ThreadCommunicator, path: Path, strategy: Strateg
         for gradients in averager.held_gradients().values():
             gradients[...] = np.random.default_rng(comm.rank).standard_normal(gradients.shape)
     parts, meta = trained.own_parts(POSITION, {"ranks": 1})
-    shards = comm.allgather_object(write_shard(unfinished(path, "t"), comm.rank, parts))
+    shards = comm.allgather_object(write_shard(partial_path(path, "t"), comm.rank, parts))
     if comm.rank == 0:
-        publish(unfinished(path, "t"), path, shards, meta)
+        publish(partial_path(path, "t"), path, shards, meta)
     return trained.state(POSITION, {"ranks": 1}, copied=True)

@@ -52,7 +52,7 @@ def test_each_operation_takes_its_modelled_time(ranks: int) -> None:
 
 def test_compute_hides_what_is_posted_before_it() -> None:
     """max(compute, wire), and the engine's waiting is the exposed rest."""
-    wire = LINK.allreduce_seconds(8000, 3)
+    wire = 2 * LINK.reduce_scatter_seconds(8000, 3)
 
     def program(comm: ThreadCommunicator, compute_seconds: float) -> tuple[float, float]:
         engine = virtual_engine(comm)
@@ -68,7 +68,7 @@ def test_compute_hides_what_is_posted_before_it() -> None:
 
 
 def test_a_link_serves_one_transfer_after_the_other() -> None:
-    one = LINK.allreduce_seconds(8000, 2)
+    one = 2 * LINK.reduce_scatter_seconds(8000, 2)
 
     def program(comm: ThreadCommunicator) -> list[float]:
         handles = [comm.iallreduce(np.zeros(1000)) for _ in range(4)]
