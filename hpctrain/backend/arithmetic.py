@@ -33,7 +33,6 @@ class Transit(Protocol):
 
     def on_host(self) -> bool:
         """Return whether all copies to the mirrors are complete. Never waits."""
-        ...
 
 
 @dataclass
@@ -81,7 +80,6 @@ class HostMirrors(Protocol):
 
         Waits until the copies from the mirror that the array's previous operation enqueued are complete.
         """
-        ...
 
     def cover(self, array: Array, instead_of: Array | None = None) -> None:
         """Make one mirror for all arrays inside `array`, which may travel one operation at a time. For set-up only.
@@ -90,14 +88,12 @@ class HostMirrors(Protocol):
             instead_of: array covered earlier that no operation uses any more. Its mirror is freed after pending copies from it
                 are done.
         """
-        ...
 
     def leave(self, copies: Sequence[tuple[np.ndarray, Array]]) -> Transit:
         """Enqueue mirror := array for each pair, after all kernels enqueued so far.
 
         Every operation begins with this call, even without pairs.
         """
-        ...
 
     def arrive(self, transit: Transit, array: Array, intervals: Sequence[tuple[int, int]]) -> None:
         """Enqueue array := mirror for intervals of the flat elements.
@@ -105,7 +101,6 @@ class HostMirrors(Protocol):
         The copy runs after all kernels enqueued before `leave`, and before all kernels enqueued after this call. Call it once for
         each transit. Without intervals nothing is copied.
         """
-        ...
 
 
 class WorkMark(Protocol):
@@ -114,7 +109,6 @@ class WorkMark(Protocol):
     @property
     def done(self) -> bool:
         """Whether all work before the mark is done; once true it stays true. Never waits."""
-        ...
 
 
 class Peers(Protocol):
@@ -145,7 +139,6 @@ class DeviceLinks(Protocol):
 
     def together(self) -> AbstractContextManager[None]:
         """Enqueue all calls inside this context as one operation, at the context's end. The calls may depend on each other."""
-        ...
 
     def send(self, array: Array, to: int) -> None: ...
 
@@ -153,23 +146,18 @@ class DeviceLinks(Protocol):
 
     def broadcast(self, array: Array, root: int) -> None:
         """Copy `root`'s array to all devices."""
-        ...
 
     def sum_to_all(self, array: Array) -> None:
         """Replace each device's array by the sum over all devices."""
-        ...
 
     def sum_to_one(self, send: Array, recv: Array, root: int) -> None:
         """Write the sum of all devices' `send` to `root`'s `recv`; other devices' `recv` is not used."""
-        ...
 
     def fault(self) -> str | None:
         """Return an asynchronous failure of the links, as a clause; None if there is none."""
-        ...
 
     def abort(self) -> None:
         """Abandon all pending work. No method may be called afterwards."""
-        ...
 
 
 class DeviceGroup(Protocol):
@@ -183,11 +171,9 @@ class DeviceGroup(Protocol):
 
     def wait_for_kernels(self) -> None:
         """Make later work of the links wait for all kernels enqueued so far. The host does not wait."""
-        ...
 
     def mark(self) -> WorkMark:
         """Return a mark after all work of the links enqueued so far."""
-        ...
 
 
 class DeviceMessages(Protocol):
@@ -201,11 +187,9 @@ class DeviceMessages(Protocol):
 
     def mark(self) -> WorkMark:
         """Return a mark after all kernels enqueued so far."""
-        ...
 
     def group_fault(self) -> str | None:
         """Return the reason why this device cannot join a group, as a clause; None if it can."""
-        ...
 
     def join(self, peers: Peers) -> DeviceGroup:
         """Join a group of the peers' devices, and return this device's membership. Collective over `peers`.
@@ -213,7 +197,6 @@ class DeviceMessages(Protocol):
         Waits for all peers. All groups of a process share one stream, so that two groups cannot deadlock by waiting for each
         other.
         """
-        ...
 
 
 class Fetch(Protocol):
@@ -224,7 +207,6 @@ class Fetch(Protocol):
 
         They stay valid until the second subsequent `fetch` of the same array.
         """
-        ...
 
 
 class UpdateRun(NamedTuple):
@@ -246,7 +228,6 @@ class Descent(Protocol):
 
     def update(self, runs: Iterable[UpdateRun], lr: float) -> None:
         """Compute m := momentum * m + g'; w := w - lr * m (Nesterov: w - lr * (g' + momentum * m)). The gradient is only read."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -289,11 +270,9 @@ class MomentDescent(Protocol):
 
     def update(self, runs: Iterable[UpdateRun], corrections: Corrections, lr: float) -> None:
         """Update m and v, and compute w := w - lr * u. The gradient is only read."""
-        ...
 
     def direct(self, runs: Iterable[UpdateRun], corrections: Corrections) -> None:
         """Update m and v, and compute g := u. The data is only read."""
-        ...
 
 
 class WordSums(Protocol):
@@ -304,19 +283,15 @@ class WordSums(Protocol):
 
     def fetch(self) -> Fetch:
         """Fetch the sum of each array after all work enqueued so far; uint32 (arrays,)."""
-        ...
 
     def remember(self) -> None:
         """Record the sums of the arrays after all work enqueued so far."""
-        ...
 
     def compare(self) -> None:
         """Mark each array whose sum after all work enqueued so far differs from the recorded one."""
-        ...
 
     def fetch_changed(self) -> Fetch:
         """Fetch whether each array was ever marked; bool (arrays,)."""
-        ...
 
 
 class Arithmetic(ABC):

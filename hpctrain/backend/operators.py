@@ -90,7 +90,6 @@ class StatisticsMerger(Protocol):
     @property
     def alone(self) -> bool:
         """Whether there is only one rank, so that merging changes nothing."""
-        ...
 
     def merge(self, count: int, mean: np.ndarray, m2: np.ndarray) -> int:
         """Replace `mean` and `m2` by their values over all ranks, merged in rank order, and return the total count.
@@ -98,11 +97,9 @@ class StatisticsMerger(Protocol):
         Both are float64 (C,); `m2` is the sum of squared deviations. Collective over the merger's ranks: a rank without samples
         passes count 0.
         """
-        ...
 
     def sum(self, values: np.ndarray) -> None:
         """Replace `values` (float64) by their sum over the ranks, in rank order. Collective over the merger's ranks."""
-        ...
 
 
 class LocalStatistics:
@@ -299,7 +296,6 @@ class LossHandle(Protocol):
 
     def result(self) -> LossSums:
         """Wait for the sums and return them. Must be called before the second subsequent `run` of the loss operator."""
-        ...
 
 
 class LossOperator(ABC):
@@ -417,7 +413,6 @@ class CapturedWork(Protocol):
 
     def launch(self) -> None:
         """Enqueue all captured work at once, on the memory that it was captured with. May be called any number of times."""
-        ...
 
 
 class CapturesWork(ABC):

@@ -137,13 +137,7 @@ def _rounded(sums: np.ndarray, bits: int) -> np.ndarray:
 #: Crop, reflection and erasure of one image. The result's pixel at (y, x) is the image's pixel at (top + y, left + x * step),
 #: with step 1 or -1; outside the box `shown` it is black. After normalisation, `fill` overwrites the box `filled`.
 WINDOW = np.dtype(
-    [
-        ("top", np.int32),
-        ("left", np.int32),
-        ("step", np.int32),
-        ("shown", np.int32, (2, 2)),
-        ("filled", np.int32, (2, 2)),
-    ]
+    [("top", np.int32), ("left", np.int32), ("step", np.int32), ("shown", np.int32, (2, 2)), ("filled", np.int32, (2, 2))]
 )
 
 

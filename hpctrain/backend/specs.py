@@ -122,11 +122,9 @@ class Spec(Protocol):
 
     def output(self, *inputs: Any, **none: Any) -> TensorSpec:
         """Return the output in plain memory."""
-        ...
 
     def flops(self, *inputs: Any, **none: Any) -> int:
         """Return the number of floating-point operations of one forward pass (a multiply-add counts two)."""
-        ...
 
 
 def _nhwc(x: TensorSpec, channels: int, name: str) -> tuple[int, int, int, int]:

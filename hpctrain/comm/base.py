@@ -36,7 +36,6 @@ class Handle(Protocol):
 
     def test(self) -> bool:
         """Drive progress and return whether the operation is complete. Never blocks."""
-        ...
 
 
 @runtime_checkable
@@ -58,7 +57,6 @@ class GradientSums(Protocol):
 
     def iallreduce(self, buffer: Array) -> Handle:
         """Sum `buffer` over the ranks, in place. Every rank receives the same bits. Collective."""
-        ...
 
     def ireduce_scatter(self, send: Array, recv: Array, counts: Sequence[int]) -> Handle:
         """Sum `send` over the ranks, and write piece r of the sum to `recv` on rank r. Collective.
@@ -68,7 +66,6 @@ class GradientSums(Protocol):
             recv: buffer of this rank's piece.
             counts: elements of each piece.
         """
-        ...
 
 
 @runtime_checkable
@@ -88,11 +85,9 @@ class Communicator(Protocol):
 
     def iallreduce(self, buffer: Array) -> Handle:
         """Sum `buffer` over the ranks, in place. Collective."""
-        ...
 
     def ireduce_scatter(self, send: Array, recv: Array, counts: Sequence[int]) -> Handle:
         """Sum `send` over the ranks, and write piece r of the sum to `recv` on rank r. Collective."""
-        ...
 
     def iallgather(self, send: Array | None, recv: Array, counts: Sequence[int]) -> Handle:
         """Gather all pieces on every rank, in rank order. Collective.
@@ -101,19 +96,15 @@ class Communicator(Protocol):
             send: this rank's piece; None: it is already in place.
             recv: buffer of all pieces.
         """
-        ...
 
     def ialltoall(self, send: Array, recv: Array, send_counts: Sequence[int], recv_counts: Sequence[int]) -> Handle:
         """Send piece r of `send` to rank r, and receive piece r of `recv` from rank r. Collective."""
-        ...
 
     def ibroadcast(self, buffer: Array, root: int) -> Handle:
         """Send `root`'s buffer to all ranks. Collective."""
-        ...
 
     def ibarrier(self) -> Handle:
         """Post a barrier, which is complete once every rank has posted it. Collective."""
-        ...
 
     def isend(self, buffer: Array, dest: int, tag: int) -> Handle: ...
 
@@ -124,23 +115,18 @@ class Communicator(Protocol):
 
         Collective; at set-up only. Communicators are a scarce resource.
         """
-        ...
 
     def split_shared_memory(self, name: str) -> Communicator:
         """Return the communicator of the ranks on this rank's node, in rank order. Collective; at set-up only."""
-        ...
 
     def allgather_object(self, value: Any) -> list[Any]:
         """Return every rank's picklable value, in rank order. Collective; waits."""
-        ...
 
     def broadcast_object(self, value: Any, root: int = 0) -> Any:
         """Return `root`'s picklable value. Collective; waits."""
-        ...
 
     def abort(self, code: int) -> None:
         """End the whole job immediately."""
-        ...
 
 
 def piece(array: Array, counts: Sequence[int], rank: int) -> Array:

@@ -26,12 +26,7 @@ TEXT_BYTES = 1 << 20
 #: maximum size of a record written by programs, such as metrics, in bytes
 RECORD_BYTES = 1 << 31
 _BLOCK = 1 << 20
-_KINDS = (
-    (stat.S_ISDIR, "a directory"),
-    (stat.S_ISFIFO, "a pipe"),
-    (stat.S_ISSOCK, "a socket"),
-    (stat.S_ISLNK, "a link"),
-)
+_KINDS = ((stat.S_ISDIR, "a directory"), (stat.S_ISFIFO, "a pipe"), (stat.S_ISSOCK, "a socket"), (stat.S_ISLNK, "a link"))
 # Opening a file neither waits for the other end of a pipe nor makes a terminal that of the process.
 _NO_WAIT = os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 

@@ -196,12 +196,7 @@ class Pipeline:
     """
 
     def __init__(
-        self,
-        specs: Sequence[tuple[str, Mapping[str, Any]]],
-        seed: int,
-        mean: np.ndarray,
-        std: np.ndarray,
-        dtype: str = "float32",
+        self, specs: Sequence[tuple[str, Mapping[str, Any]]], seed: int, mean: np.ndarray, std: np.ndarray, dtype: str = "float32"
     ) -> None:
         steps = tuple(AUGMENTATIONS.create(name, options) for name, options in specs)
         self.augmentations: tuple[Augmentation, ...] = tuple(x for x in steps if not isinstance(x, NormalisedAugmentation))

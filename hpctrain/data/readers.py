@@ -294,14 +294,7 @@ class BlockReader(ReadImages):
             first = last + 1
 
     def fetch(
-        self,
-        samples: np.ndarray,
-        sources: np.ndarray,
-        targets: np.ndarray,
-        sizes: np.ndarray,
-        out: np.ndarray,
-        *,
-        patient: bool,
+        self, samples: np.ndarray, sources: np.ndarray, targets: np.ndarray, sizes: np.ndarray, out: np.ndarray, *, patient: bool
     ) -> Mapping[int, str]:
         """Read pieces of samples (n,) into `out`, flat, and return the reason for each failure, by index in `samples`.
 

@@ -34,12 +34,7 @@ def _in_two_passes(image: np.ndarray, height: int, width: int) -> np.ndarray:
 
 
 def resample_region(
-    part: np.ndarray,
-    place: tuple[slice, slice],
-    size: tuple[int, int],
-    resized: tuple[int, int],
-    region: Box,
-    out: np.ndarray,
+    part: np.ndarray, place: tuple[slice, slice], size: tuple[int, int], resized: tuple[int, int], region: Box, out: np.ndarray
 ) -> None:
     """Write a region of an image of `size`, resized to `resized`, to `out`, with the pixels that `resample` returns.
 

@@ -332,10 +332,7 @@ def _end_hung(child: _Rank) -> NoReturn:
     """Kill a child that no longer responds. SIGABRT comes first: it prints the child's stacks if that is still possible."""
     record, _ = child.words()
     place = child.place(record)
-    _say(
-        child.rank,
-        f"the process is stopped, or hangs without releasing Python's lock: it is killed at its deadline.{place}",
-    )
+    _say(child.rank, f"the process is stopped, or hangs without releasing Python's lock: it is killed at its deadline.{place}")
     os.kill(child.process, signal.SIGABRT)
     end = time.monotonic() + _STACKS_SECONDS
     while time.monotonic() < end and not os.waitpid(child.process, os.WNOHANG)[0]:

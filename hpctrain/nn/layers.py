@@ -306,13 +306,7 @@ class BatchNorm(Leaf):
     """
 
     def __init__(
-        self,
-        channels: int,
-        epsilon: float = 1e-5,
-        momentum: float = 0.1,
-        synchronised: bool = False,
-        *,
-        weight: float = 1.0,
+        self, channels: int, epsilon: float = 1e-5, momentum: float = 0.1, synchronised: bool = False, *, weight: float = 1.0
     ) -> None:
         if channels < 1:
             raise ShapeError(f"Batch norm over {channels} channels is empty; it needs at least 1.")

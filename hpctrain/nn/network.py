@@ -59,7 +59,6 @@ class Distribution(Protocol):
 
     def prepare(self, graph: Graph) -> None:
         """Read the model, lowered for one sample. Called before all other methods, and again for each other image shape."""
-        ...
 
     def local(self, graph: Graph, counts: Sequence[int]) -> Graph:
         """Return this rank's part of `graph`.
@@ -68,15 +67,12 @@ class Distribution(Protocol):
             graph: model lowered for the samples of the whole split group.
             counts: number of samples of each rank of the split group.
         """
-        ...
 
     def message_bytes(self, operators: Sequence[Operator]) -> int:
         """Return the bytes that the operators of one program need for messages in the split group, in addition to the arena."""
-        ...
 
     def shard(self, name: str) -> Shard | None:
         """Return this rank's part of the parameter or statistic with the full name `name`; None if this rank holds all of it."""
-        ...
 
     def contributes(self, name: str) -> tuple[bool, bool]:
         """Return how this rank adds the batch statistic `name` to the step's sums.
@@ -85,7 +81,6 @@ class Distribution(Protocol):
             Two flags: whether the term is weighted by this rank's samples, and whether it is weighted by those of its split
             group. Both are false if another rank adds the statistic.
         """
-        ...
 
 
 class Undistributed:
@@ -283,12 +278,7 @@ class Network:
         return graph
 
     def program(
-        self,
-        batch: int | Sequence[int],
-        *,
-        training: bool,
-        input_gradient: bool = False,
-        image_shape: ImageShape | None = None,
+        self, batch: int | Sequence[int], *, training: bool, input_gradient: bool = False, image_shape: ImageShape | None = None
     ) -> Program:
         """Return the program for N = batch from a small cache; it is made at its first use.
 

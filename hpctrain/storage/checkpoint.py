@@ -35,17 +35,7 @@ from hpctrain.core.text import choices
 from hpctrain.launch import processes
 from hpctrain.storage.atomic_write import PARTIAL, not_written, partial_path, replacing, synchronise_directory, writer_of
 from hpctrain.storage.hdf5_store import ShardedTensors, digest_of, open_file, read_file, read_store_meta, write_store
-from hpctrain.storage.shards import (
-    BEFORE,
-    MANIFEST,
-    SUFFIX,
-    Part,
-    WriteShares,
-    delete,
-    open_sharded,
-    publish,
-    write_shard,
-)
+from hpctrain.storage.shards import BEFORE, MANIFEST, SUFFIX, Part, WriteShares, delete, open_sharded, publish, write_shard
 
 #: seconds without a write after which an unfinished file counts as abandoned
 ABANDONED_SECONDS = 3600.0
@@ -55,12 +45,7 @@ _OF_A_RUN = re.compile(r"checkpoint-\d{8,}(?:-before)?(?:-set-aside)?\.(?:h5|sha
 
 
 def remove_left(
-    directory: Path,
-    but: Path | None = None,
-    *,
-    of: Path | None = None,
-    least_age_seconds: float = 0.0,
-    owned: bool = False,
+    directory: Path, but: Path | None = None, *, of: Path | None = None, least_age_seconds: float = 0.0, owned: bool = False
 ) -> list[Path]:
     """Delete leftovers in a directory, and return their paths.
 

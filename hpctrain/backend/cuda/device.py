@@ -121,11 +121,9 @@ class DeviceEvent(Protocol):
     @property
     def done(self) -> bool:
         """Whether the work before the latest record is done; true before the first record."""
-        ...
 
     def synchronize(self) -> None:
         """Wait on the host until `done`."""
-        ...
 
 
 class DeviceStream(Protocol):
@@ -135,15 +133,12 @@ class DeviceStream(Protocol):
 
     def record(self, event: DeviceEvent) -> None:
         """Record `event` after all work enqueued so far."""
-        ...
 
     def wait(self, event: DeviceEvent) -> None:
         """Make later work wait for the work before the latest record of `event`. The host does not wait."""
-        ...
 
     def synchronize(self) -> None:
         """Wait on the host until all work is done."""
-        ...
 
 
 class DeviceKernel(Protocol):
@@ -151,7 +146,6 @@ class DeviceKernel(Protocol):
 
     def __call__(self, stream: DeviceStream, grid: Extent, block: Extent, *arguments: Argument) -> None:
         """Enqueue the kernel. Every argument must have the size of the kernel's parameter."""
-        ...
 
 
 @runtime_checkable
@@ -211,7 +205,6 @@ class DeviceConvolution(Protocol):
 
         All arrays, including the bias, have the key's dtype and begin at multiples of PLAN_ALIGNMENT_BYTES.
         """
-        ...
 
 
 class Device(Protocol):
@@ -237,11 +230,9 @@ class Device(Protocol):
 
     def allocate(self, size_bytes: int) -> DeviceArray:
         """Return zeroed uint8 memory, aligned to ALIGNMENT_BYTES."""
-        ...
 
     def pinned(self, size_bytes: int) -> np.ndarray:
         """Return zeroed uint8 memory of the host for asynchronous copies to and from the device."""
-        ...
 
     def stream(self, name: str) -> DeviceStream: ...
 
@@ -249,19 +240,15 @@ class Device(Protocol):
 
     def kernel(self, source: str, name: str) -> DeviceKernel:
         """Return the kernel `name` of <source>.cu, compiled at its first use."""
-        ...
 
     def upload(self, stream: DeviceStream, target: DeviceArray, source: np.ndarray) -> None:
         """Enqueue a copy from pinned memory, which must not change until the copy is done."""
-        ...
 
     def download(self, stream: DeviceStream, target: np.ndarray, source: DeviceArray) -> None:
         """Enqueue a copy to pinned memory, which must not be read before the copy is done."""
-        ...
 
     def copy(self, stream: DeviceStream, target: DeviceArray, source: DeviceArray) -> None:
         """Enqueue a copy within the device, between arrays of the same number of bytes."""
-        ...
 
     def convolution(self, key: ConvolutionKey) -> DeviceConvolution:
         """Return the plan for a key, from a cache.
@@ -269,7 +256,6 @@ class Device(Protocol):
         Raises:
             BackendError: there is no plan for the key.
         """
-        ...
 
     def gemm(
         self,
@@ -284,29 +270,24 @@ class Device(Protocol):
         precision: Precision,
     ) -> None:
         """Enqueue c := op(a) op(b), plus c if `accumulate`, for row-major matrices. a and b share a dtype; c may be float32."""
-        ...
 
     def capture(self, stream: DeviceStream) -> AbstractContextManager[CapturedGraph]:
         """Record the work that is enqueued on `stream` inside this context, instead of executing it.
 
         Allocation and waits are not allowed inside the context.
         """
-        ...
 
     def link_fault(self) -> str | None:
         """Return the reason why this device cannot exchange arrays with others directly, as a clause; None if it can."""
-        ...
 
     def join(self, peers: Peers, stream: DeviceStream) -> DeviceLinks:
         """Link this device to the devices of `peers`. Work of the links is enqueued on `stream`. Collective over `peers`.
 
         Waits for all peers.
         """
-        ...
 
     def memory_used(self) -> int:
         """Return the number of bytes of the device's memory that are in use."""
-        ...
 
 
 def grid_for(items: int, block: int, multiprocessors: int, *, waves: int = 8) -> Extent:

@@ -77,11 +77,7 @@ def build(cudnn: Library, key: ConvolutionKey, **place: Any) -> Graph:
     """
     dtype, sums = data_type(cudnn, key.dtype), cudnn.data_type.FLOAT
     graph = cudnn.pygraph(name=key.kind, io_data_type=dtype, intermediate_data_type=sums, compute_data_type=sums, **place)
-    shapes = {
-        "forward": (key.x, key.w, key.y),
-        "input": (key.y, key.w, key.x),
-        "weight": (key.x, key.y, key.w),
-    }
+    shapes = {"forward": (key.x, key.w, key.y), "input": (key.y, key.w, key.x), "weight": (key.x, key.y, key.w)}
     first, second, written = shapes[key.kind]
     a, b = (graph.tensor(uid=uid, data_type=dtype, **_dims(shape)) for uid, shape in ((FIRST, first), (SECOND, second)))
     out = _fused(graph, key, _convolution(graph, key, a, b), dtype)

@@ -10,14 +10,7 @@ from hpctrain.backend.host_arithmetic import HostArithmetic
 from hpctrain.backend.numpy.batch_norm import NumpyBatchNorm
 from hpctrain.backend.numpy.classifier import NumpyLinear, SoftmaxCrossEntropy
 from hpctrain.backend.numpy.conv2d import NumpyConv2d
-from hpctrain.backend.numpy.elementwise import (
-    Add,
-    NumpyDropout,
-    NumpyStochasticDepth,
-    RectifiedLinear,
-    RectifiedOperator,
-    Relu,
-)
+from hpctrain.backend.numpy.elementwise import Add, NumpyDropout, NumpyStochasticDepth, RectifiedLinear, RectifiedOperator, Relu
 from hpctrain.backend.numpy.operator import allocate
 from hpctrain.backend.numpy.pool import NumpyAdaptiveAveragePool, NumpyAveragePool, NumpyMaxPool
 from hpctrain.backend.operators import Array, KernelSet, LossOperator, Operator, SufficientFactors, ViewOperator

@@ -8,15 +8,7 @@ from hpctrain.backend.numpy.elementwise import RectifiedOperator
 from hpctrain.backend.onednn import constants as c
 from hpctrain.backend.onednn.binding import Attributes, Call, Descriptor, Engine, Primitive
 from hpctrain.backend.onednn.operator import BACKWARD, FORWARD, Copy, LibraryOperator, elements
-from hpctrain.backend.operators import (
-    Accumulating,
-    Array,
-    Buffers,
-    InPlace,
-    Operator,
-    StepContext,
-    SufficientFactors,
-)
+from hpctrain.backend.operators import Accumulating, Array, Buffers, InPlace, Operator, StepContext, SufficientFactors
 from hpctrain.backend.specs import AddSpec, ReluSpec, TensorSpec, WithRelu
 
 

@@ -5,15 +5,7 @@ from __future__ import annotations
 from hpctrain.backend.onednn import constants as c
 from hpctrain.backend.onednn.binding import Attributes, Call, Descriptor, Engine, Primitive
 from hpctrain.backend.onednn.elementwise import GradientMask
-from hpctrain.backend.onednn.operator import (
-    BACKWARD_DATA,
-    BACKWARD_WEIGHTS,
-    FORWARD,
-    LibraryOperator,
-    Regions,
-    part,
-    vector,
-)
+from hpctrain.backend.onednn.operator import BACKWARD_DATA, BACKWARD_WEIGHTS, FORWARD, LibraryOperator, Regions, part, vector
 from hpctrain.backend.operators import Array, Buffers, StepContext, SufficientFactors
 from hpctrain.backend.specs import LinearSpec, TensorSpec, WithRelu
 
@@ -64,11 +56,7 @@ class LinearOperator(SufficientFactors, LibraryOperator):
         self._weights_primitive = Primitive(
             engine, "inner_product_backward_weights", f"{label} backward weights", x, weights, bias, y, hint, defaults
         )
-        return {
-            FORWARD: self._forward_primitive,
-            BACKWARD_DATA: self._data_primitive,
-            BACKWARD_WEIGHTS: self._weights_primitive,
-        }
+        return {FORWARD: self._forward_primitive, BACKWARD_DATA: self._data_primitive, BACKWARD_WEIGHTS: self._weights_primitive}
 
     def bind(self, buffers: Buffers) -> None:
         super().bind(buffers)

@@ -119,13 +119,7 @@ def pooling_geometry(window: Window, size: Sequence[int], output: Sequence[int])
     reach = [(output[dim] - 1) * stride[dim] + extent[dim] for dim in (0, 1)]
     extra = (max(0, reach[0] - size[0] - top - bottom), max(0, reach[1] - size[1] - left - right))
     trailing = (bottom + extra[0], right + extra[1])
-    geometry = (
-        dims(stride),
-        dims(window.kernel),
-        dims([d - 1 for d in window.dilation]),
-        dims((top, left)),
-        dims(trailing),
-    )
+    geometry = (dims(stride), dims(window.kernel), dims([d - 1 for d in window.dilation]), dims((top, left)), dims(trailing))
     return geometry, extra
 
 

@@ -31,10 +31,7 @@ class TableColumns:
 
 
 def scan(
-    table: Path,
-    directory: Path | None = None,
-    class_names: Sequence[str] | None = None,
-    columns: TableColumns | None = None,
+    table: Path, directory: Path | None = None, class_names: Sequence[str] | None = None, columns: TableColumns | None = None
 ) -> Tree:
     """Return the classes and the picture files of a table, in the order of its lines.
 

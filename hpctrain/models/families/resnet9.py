@@ -57,11 +57,7 @@ def _stage(channels_in: int, channels: int, norm: Norm, *, halved: bool, block: 
 
 
 def _convolution(channels_in: int, channels: int, norm: Norm) -> dict[str, Layer]:
-    return {
-        "conv": Conv2d(channels_in, channels, 3, padding=1, bias=False),
-        "bn": norm.layer(channels),
-        "relu": ReLU(),
-    }
+    return {"conv": Conv2d(channels_in, channels, 3, padding=1, bias=False), "bn": norm.layer(channels), "relu": ReLU()}
 
 
 def _residual(channels: int, norm: Norm) -> Residual:
