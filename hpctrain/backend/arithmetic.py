@@ -235,8 +235,7 @@ class MomentRule:
     """Constants of an update from the first and second moments of the gradient, as in Adam (Kingma and Ba, ICLR 2015).
 
     Attributes:
-        beta1: decay rate of the first moment.
-        beta2: decay rate of the second moment.
+        beta1, beta2: decay rates of the first and the second moment.
         epsilon: number added to the root of the second moment.
         decoupled: whether decay * w is added to the direction (AdamW), not to the gradient (Adam).
     """
@@ -251,9 +250,7 @@ class MomentRule:
 class Corrections:
     """Factors that correct the bias of moments that start at zero.
 
-    Attributes:
-        first: factor of the first moment.
-        root: factor of the square root of the second moment.
+    `first` is that of the first moment, `root` that of the square root of the second moment.
     """
 
     first: float
@@ -402,7 +399,6 @@ class Arithmetic(ABC):
         """Return descent of flat `data` by two moments of flat `gradient`, arrays of one size.
 
         Args:
-            first: state of the first moment.
-            second: state of the second moment.
+            first, second: states of the moments.
             shadow: bfloat16 copy, as in `descent`.
         """

@@ -169,7 +169,7 @@ def _absorb_sum(nodes: list[Node], add: Node, relu: Node, output: int) -> None:
     positions = [nodes.index(norm) if norm is not None else -1 for norm in norms]
     later = positions.index(max(positions))
     norm = norms[later]
-    if norm is None or _parameters_between(nodes, norm, add):
+    if norm is None or any(node.parameters for node in nodes[nodes.index(norm) + 1 : nodes.index(add)]):
         fused = replace(add, spec=AddSpec(relu=True), output=relu.output)
     else:
         assert isinstance(norm.spec, BatchNormSpec)
@@ -178,10 +178,6 @@ def _absorb_sum(nodes: list[Node], add: Node, relu: Node, output: int) -> None:
         nodes.remove(norm)
     nodes[nodes.index(add)] = fused
     nodes.remove(relu)
-
-
-def _parameters_between(nodes: list[Node], first: Node, last: Node) -> bool:
-    return any(node.parameters for node in nodes[nodes.index(first) + 1 : nodes.index(last)])
 
 
 def _norm_to_fuse(nodes: list[Node], tensor: int, output: int) -> Node | None:

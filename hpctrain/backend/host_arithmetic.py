@@ -32,7 +32,6 @@ class HostFetch:
     values: np.ndarray
 
     def result(self) -> np.ndarray:
-        """Return the values."""
         return self.values
 
 

@@ -152,8 +152,7 @@ class PixelBatch:
         windows: (N,) of dtype `WINDOW`: crop, reflection and erasure of each image, which determine the positions of its pixels
             p.
         size: (H, W) of the images.
-        scale: (C,), in the dtype of the images.
-        shift: (C,), in the dtype of the images.
+        scale, shift: (C,), in the dtype of the images.
         fill: value of the elements in `filled` boxes.
         resampling: resizing of the images before their windows are read; None: windows are read from the stored images.
     """

@@ -92,9 +92,9 @@ def shell_word(text: str) -> str:
 LOG_COLUMNS = 80
 
 
-def pipe_columns(columns: int = LOG_COLUMNS, environ: Mapping[str, str] = os.environ) -> int:
+def pipe_columns(columns: int = LOG_COLUMNS) -> int:
     """Return the width of output that is not a terminal: the variable COLUMNS if it is a positive integer, else `columns`."""
-    text = environ.get("COLUMNS", "")
+    text = os.environ.get("COLUMNS", "")
     return int(text) if text.isdecimal() and int(text) else columns
 
 
@@ -124,7 +124,7 @@ def duration_text(seconds: float) -> str:
     return (f"{days} d " if days else "") + f"{hour}:{minute:02}:{second:02}"
 
 
-def fitting(facts: Sequence[tuple[int, str]], room: int, between: str = "  ") -> str:
+def fitting(facts: Sequence[tuple[int, str]], room: int) -> str:
     """Return the most important facts that fit into a line, in their order.
 
     Args:
@@ -132,9 +132,9 @@ def fitting(facts: Sequence[tuple[int, str]], room: int, between: str = "  ") ->
         room: maximum number of characters.
     """
     kept = [fact for fact in facts if fact[1]]
-    while kept and len(between.join(text for _, text in kept)) > room:
+    while kept and len("  ".join(text for _, text in kept)) > room:
         kept.remove(max(kept, key=lambda fact: fact[0]))
-    return between.join(text for _, text in kept)
+    return "  ".join(text for _, text in kept)
 
 
 #: minimum length of a line that ends with a clause, relative to the columns; a shorter line is filled with further words

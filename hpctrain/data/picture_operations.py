@@ -6,13 +6,16 @@ Each operation equals the one in `torchvision.transforms.autoaugment` for PIL im
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 from PIL import Image, ImageEnhance, ImageOps
 
 from hpctrain.core.errors import ShapeError
+from hpctrain.data.augmentations.base import Augmentation
 
 Resampling = Image.Resampling
 
@@ -152,11 +155,27 @@ def changed(image: np.ndarray, choices: Iterable[tuple[str, float]], interpolati
     return np.asarray(picture).reshape(image.shape)
 
 
-def check_channels(augmentation: str, channels: int) -> None:
-    """Raise unless a picture can have this number of channels.
+class OperationsAugmentation(Augmentation):
+    """Augmentation that applies picture operations to grey (1) or RGB (3) images.
 
-    Raises:
-        ShapeError: the number of channels is neither 1 nor 3.
+    Attributes:
+        interpolation: see `changed`.
+        neutral: see `changed`.
     """
-    if channels not in (1, 3):
-        raise ShapeError(f"{augmentation} requires images of 1 (grey) or 3 (RGB) channels, not {channels}.")
+
+    interpolation: str = "nearest"
+    neutral: ClassVar[float] = 1.0
+
+    @abstractmethod
+    def choices(self, size: tuple[int, int], u: np.ndarray) -> list[tuple[str, float]]:
+        """Return (operation, magnitude) in order, for random numbers u (draws,) and an image of `size` (H, W)."""
+
+    def output_shape(self, h: int, w: int, c: int) -> tuple[int, int, int]:
+        if c not in (1, 3):
+            raise ShapeError(f"{self.name} requires images of 1 (grey) or 3 (RGB) channels, not {c}.")
+        return h, w, c
+
+    def apply(self, images: np.ndarray, u: np.ndarray, out: np.ndarray) -> None:
+        size = images.shape[1], images.shape[2]
+        for image, target, drawn in zip(images, out, u, strict=True):
+            target[...] = changed(image, self.choices(size, drawn), self.interpolation, self.neutral)

@@ -367,13 +367,13 @@ class Network:
             gradient_buffer=gradient_buffer,
         )
 
-    def arena_bytes(self, batch: int, *, training: bool, image_shape: ImageShape | None = None) -> int:
+    def arena_bytes(self, batch: int, *, training: bool) -> int:
         """Return the memory in bytes that a program for N = batch needs in addition to the parameters. Allocates nothing.
 
         Args:
             batch: number of samples N of each rank.
         """
-        graph = self._local_graph((batch,) * self.distribution.ranks, image_shape)
+        graph = self._local_graph((batch,) * self.distribution.ranks, None)
         plan = compile_graph(graph, self.kernels, training=training)
         return plan.arena_bytes + self.distribution.message_bytes([step.operator for step in plan.steps])
 

@@ -149,6 +149,7 @@ class Binder:
             # It runs directly after the same layer of the leading program, and may reuse that layer's prepared weights.
             operator.follow(self._leading[k].operator)
         targets = zip(memory.input_grads, step.inputs, strict=True)
+        group = None if node is None else getattr(step.operator.spec, "merge", None)  # ranks that merge a batch norm's statistics
         operator.bind(
             Buffers(
                 inputs=tuple(self.view(region, tensors[i]) for region, i in zip(memory.inputs, step.inputs, strict=True)),
@@ -162,7 +163,7 @@ class Binder:
                 statistics=self._statistics.by_role(node.statistics) if node is not None else {},
                 saved=self._bytes(memory.saved),
                 scratch=self._bytes(memory.scratch),
-                merger=self._merger(step),
+                merger=LocalStatistics() if group is None else self._mergers[group],
             )
         )
         return BoundStep(
@@ -194,11 +195,6 @@ class Binder:
 
     def _zeros_like(self, parameter: Parameter) -> Array:
         return self._arithmetic.zeros(parameter.size, str(parameter.data.dtype)).reshape(parameter.spec.shape)
-
-    def _merger(self, step: PlannedStep) -> StatisticsMerger:
-        """Return the merger for the ranks that a batch norm's spec names, or one without communication for other steps."""
-        group = getattr(step.operator.spec, "merge", None) if step.node is not None else None
-        return LocalStatistics() if group is None else self._mergers[group]
 
     def _sufficient_factors(self, step: PlannedStep, memory: StepMemory) -> tuple[Array, Array] | None:
         """Return (x, dy) of a trained linear layer; None for all other layers, and in evaluation."""

@@ -19,7 +19,6 @@ from hpctrain.launch.control_groups import (
     available_bytes,
     cpu_quota,
     peak_resident_bytes,
-    resident_bytes,
     whole_quota,
 )
 from hpctrain.launch.processes import ProcessMark, ProcessStatus, WatchedProcess, launchers, status_of
@@ -153,6 +152,10 @@ def test_a_process_that_has_ended_is_dead_before_its_parent_asks() -> None:
     assert mark.lives is False
     child.wait()
     assert mark.lives is False
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
 
 
 def test_memory_that_was_resident_is_remembered() -> None:

@@ -17,6 +17,7 @@ from hpctrain.core.errors import CheckpointError
 from hpctrain.core.intervals import Box, relative
 from hpctrain.storage import checkpoint, hdf5_store
 from hpctrain.storage import shards as sharded_checkpoint
+from hpctrain.storage.atomic_write import partial_path
 from hpctrain.storage.checkpoint import (
     CheckpointContent,
     checkpoint_path,
@@ -33,7 +34,6 @@ from hpctrain.storage.shards import (
     moved_away,
     publish,
     shares,
-    unfinished,
     write_shard,
 )
 from tests.support.crashes import crash_at
@@ -66,7 +66,7 @@ def parts_of(step: int) -> list[dict[str, Part]]:
 
 def write_sharded(directory: Path, step: int, token: str = "t") -> Path:
     path = checkpoint_path(directory, step, sharded=True)
-    growing = unfinished(path, token)
+    growing = partial_path(path, token)
     remove_left(directory, growing)
     publish(growing, path, [write_shard(growing, rank, parts) for rank, parts in enumerate(parts_of(step))], content(step).meta)
     return path
@@ -161,7 +161,7 @@ def test_the_same_step_once_more(tmp_path: Path) -> None:
 
 
 def test_parts_that_lack_something_are_a_bug(tmp_path: Path) -> None:
-    growing = unfinished(checkpoint_path(tmp_path, 7, sharded=True), "t")
+    growing = partial_path(checkpoint_path(tmp_path, 7, sharded=True), "t")
     with pytest.raises(AssertionError, match="parts of parameters/w have 28 elements"):
         publish(growing, checkpoint_path(tmp_path, 7, sharded=True), [write_shard(growing, 0, parts_of(7)[0])], {})
 

@@ -103,21 +103,6 @@ class ArrayTable(_TiledArrays):
         return self._fetch_flags.fetch(self._flags, np.logical_not, arrays)
 
 
-class _Tables:
-    """Tables of arrays. Each is made at the first call for its arrays and reused by later calls."""
-
-    def __init__(self, runtime: CudaRuntime, staging: Staging) -> None:
-        self._runtime, self._staging = runtime, staging
-        self._tables: dict[tuple[object, ...], ArrayTable] = {}
-
-    def of(self, arrays: Sequence[DeviceArray]) -> ArrayTable:
-        """Return the table of these arrays."""
-        key = tuple((array.pointer, array.size, array.dtype) for array in arrays)
-        if key not in self._tables:
-            self._tables[key] = ArrayTable(self._runtime, arrays, self._staging)
-        return self._tables[key]
-
-
 class CudaWordSums(_TiledArrays):
     """Implements `WordSums`. Keeps the arrays alive."""
 
@@ -244,7 +229,6 @@ class CudaDescent:
         self._factor, self._nesterov = self._tables.scalar(factor), np.int32(nesterov)
 
     def update(self, runs: Iterable[UpdateRun], lr: float) -> None:
-        """Enqueue the update of the elements of `runs`."""
         self._tables.launch("descent", "descend", runs, self._tables.scalar(lr), self._factor, self._nesterov)
 
 
@@ -266,11 +250,9 @@ class CudaMomentDescent:
         self._constants = [*(self._tables.scalar(constant) for constant in constants), np.int32(rule.decoupled)]
 
     def update(self, runs: Iterable[UpdateRun], corrections: Corrections, lr: float) -> None:
-        """Enqueue the update of the elements of `runs`."""
         self._launch(runs, corrections, lr, directs=False)
 
     def direct(self, runs: Iterable[UpdateRun], corrections: Corrections) -> None:
-        """Enqueue the replacement of the gradient by the direction."""
         self._launch(runs, corrections, 0.0, directs=True)
 
     def _launch(self, runs: Iterable[UpdateRun], corrections: Corrections, lr: float, *, directs: bool) -> None:
@@ -302,7 +284,7 @@ class CudaArithmetic(Arithmetic):
         self._staging = Staging(runtime, STAGING_BYTES, STAGING_COUNT, STAGING_MOST)
         self._unrounded: DeviceArray | None = None
         self._fetches: dict[tuple[int, int], FetchBuffers] = {}
-        self._tables = _Tables(runtime, self._staging)
+        self._tables: dict[tuple[object, ...], ArrayTable] = {}
         self.made_mirrors: CudaMirrors | None = None
         self._messages: CudaMessages | None = None
 
@@ -369,10 +351,16 @@ class CudaArithmetic(Arithmetic):
         _launch_pixels(self._runtime, "spread_pixels", target, source, target, source, scale)
 
     def square_sums(self, arrays: Sequence[Array]) -> np.ndarray:
-        return self._tables.of(arrays).square_sums().result().copy() if arrays else np.zeros(0)
+        return self._table(arrays).square_sums().result().copy() if arrays else np.zeros(0)
 
     def fetch_finite(self, arrays: Sequence[Array]) -> Fetch:
-        return self._tables.of(arrays).finite(arrays) if arrays else HostFetch(np.zeros(0, np.bool_))
+        return self._table(arrays).finite(arrays) if arrays else HostFetch(np.zeros(0, np.bool_))
+
+    def _table(self, arrays: Sequence[DeviceArray]) -> ArrayTable:
+        key = tuple((array.pointer, array.size, array.dtype) for array in arrays)
+        if key not in self._tables:
+            self._tables[key] = ArrayTable(self._runtime, arrays, self._staging)
+        return self._tables[key]
 
     def word_sums(self, arrays: Sequence[Array]) -> CudaWordSums:
         return CudaWordSums(self._runtime, arrays, self._staging)

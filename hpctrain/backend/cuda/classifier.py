@@ -100,7 +100,6 @@ class CudaLossHandle:
         self._sums, self._count = sums, count
 
     def result(self) -> LossSums:
-        """Wait for the sums and return them. Must be called before the second subsequent `run` of the loss operator."""
         if self._sums is None:
             return LossSums(0.0, 0, 0, 0)
         loss, top1, top5 = self._sums.result().tolist()

@@ -11,7 +11,6 @@ import gc
 import importlib.util
 import os
 import platform
-import statistics
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -143,8 +142,6 @@ def _load_wheel() -> None:
 
 _runtime = cupy.cuda.runtime
 _FIRST_WITH_BFLOAT16 = 8  # compute capability
-_TIMED_ROUNDS = 9
-_BUSY_BYTES = 1 << 29  # a memset of this size takes 0.2 ms on an H100, longer than the host needs to enqueue a plan
 _NO_MEMORY, _NO_DEVICE = 2, 100  # cudaErrorMemoryAllocation, cudaErrorNoDevice
 _SUCCESS, _NOT_READY = 0, 600  # cudaSuccess, cudaErrorNotReady
 
@@ -336,23 +333,6 @@ class CupyDevice:
                 self._plans = CudnnPlans(new_handle(), capability=self.capability)
             self._convolutions[key] = CupyConvolution(self._plans.plan(key))
         return self._convolutions[key]
-
-    def median_seconds(self, stream: CupyStream, work: Callable[[], None]) -> float:
-        """Return the median GPU time, in seconds, of the work that `work` enqueues, over 9 repetitions after a warm-up.
-
-        A memset keeps the stream busy until `work` is enqueued, so that the host's time is not counted. Waits for the GPU.
-        """
-        seconds, busy = [], self.allocate(_BUSY_BYTES)
-        work()
-        for _ in range(_TIMED_ROUNDS):
-            begin, end = cupy.cuda.Event(), cupy.cuda.Event()
-            _runtime.memsetAsync(busy.pointer, 0, busy.nbytes, stream.raw.ptr)
-            begin.record(stream.raw)
-            work()
-            end.record(stream.raw)
-            end.synchronize()
-            seconds.append(float(cupy.cuda.get_elapsed_time(begin, end)) / 1e3)  # CUDA returns milliseconds
-        return statistics.median(seconds)
 
     def gemm(
         self,

@@ -161,10 +161,7 @@ class ConvolutionKey:
 
     Attributes:
         kind: "forward" writes y from (x, w); "input" writes dx from (dy, w); "weight" writes dw from (x, dy).
-        x: shape of x.
-        w: shape of the weight.
-        y: shape of y.
-        padding: top, bottom, left, right.
+        x, w, y: shapes of the input, the weight and the output.
         dtype: dtype of x, w, y and their gradients.
         precision: precision of products; sums are float32 (float64 for float64).
         fused: operations after "forward": "bias", or "bias_relu" for bias and ReLU.

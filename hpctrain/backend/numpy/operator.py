@@ -45,12 +45,12 @@ _BLOCK_ELEMENTS = 1 << 16
 class RowBlocks:
     """Division of tensors of one shape (..., C), seen as matrices (M, C), into blocks of rows."""
 
-    def __init__(self, shape: Shape, *, elements: int = _BLOCK_ELEMENTS) -> None:
+    def __init__(self, shape: Shape) -> None:
         self.channels = shape[-1]
         self.rows = math.prod(shape[:-1])
         self.repeat = max(1, min(self.rows, _WIDTH // max(1, self.channels)))
         self.width = self.repeat * self.channels
-        self.height = max(1, elements // max(1, self.width))
+        self.height = max(1, _BLOCK_ELEMENTS // max(1, self.width))
 
     @property
     def largest(self) -> int:

@@ -373,9 +373,9 @@ class Primitive:
         self.primitive = engine.create("dnnl_primitive_create", label, self.handle)
         engine.free_with(self, "dnnl_primitive_destroy", self.primitive)
 
-    def descriptor(self, query: int, index: int = 0) -> Descriptor:
+    def descriptor(self, query: int) -> Descriptor:
         """Return a copy of the descriptor that the primitive has chosen for one of its arguments."""
-        chosen = self.engine.library.dnnl_primitive_desc_query_md(self.handle, query, index)
+        chosen = self.engine.library.dnnl_primitive_desc_query_md(self.handle, query, 0)
         handle = self.engine.create("dnnl_memory_desc_clone", f"a descriptor of {self.label}", chosen)
         return Descriptor(self.engine, handle)
 

@@ -30,7 +30,6 @@ class ReluMask:
         assert self.primitive.scratchpad_bytes == 0, label
 
     def bind(self, y: Array, dy: Array, dx: Array) -> Call:
-        """Return the call on fixed memory."""
         values = self._values
         return self.primitive.bind({c.ARG_DST: (values, y), c.ARG_DIFF_DST: (values, dy), c.ARG_DIFF_SRC: (values, dx)})
 
@@ -73,7 +72,6 @@ class Addition:
         assert self.primitive.scratchpad_bytes == 0, label
 
     def bind(self, a: Array, b: Array, y: Array) -> Call:
-        """Return the call on fixed memory."""
         values = self._values
         return self.primitive.bind({c.ARG_SRC: (values, a), c.ARG_SRC_1: (values, b), c.ARG_DST: (values, y)})
 

@@ -53,9 +53,6 @@ class OnednnKernelSet(KernelSet):
     is read when the library is loaded. The set limits NumPy's BLAS to one thread in the whole process: OpenMP's threads spin
     between two kernels, and a second thread pool would compete with them for the cores.
 
-    Args:
-        fused: whether neighbouring operations are fused. Results are the same up to rounding.
-
     Raises:
         BackendError: the library is missing, or the processor lacks AVX2.
     """
@@ -63,14 +60,13 @@ class OnednnKernelSet(KernelSet):
     name: ClassVar[str] = "onednn"
     dtypes: ClassVar[tuple[str, ...]] = ("float32", "bfloat16")
 
-    def __init__(self, *, fused: bool = True) -> None:
+    def __init__(self) -> None:
         reason = available()
         if reason is not None:
             raise BackendError(reason)
         self._engine = Engine()
         threadpool_limits(limits=1, user_api="blas")
         self.arithmetic: Arithmetic = OnednnArithmetic(self._engine)
-        self._fused = fused
         self._fallback = NumpyKernelSet(self._conversion)
 
     @property
@@ -190,7 +186,7 @@ class OnednnKernelSet(KernelSet):
 
     def fuse(self, graph: Graph, *, training: bool) -> Graph:
         empty = any(0 in tensor.shape for tensor in graph.tensors)
-        return fuse(graph, training=training) if self._fused and not empty else graph
+        return graph if empty else fuse(graph, training=training)
 
     def reorder(self, source: TensorSpec, target: TensorSpec) -> Operator:
         return ReorderOperator(self._engine, source, target)

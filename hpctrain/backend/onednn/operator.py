@@ -191,7 +191,7 @@ class Copy:
 class ReorderOperator(Accumulating, Operator):
     """Change of layout: y = x in another layout; backward copies the gradient back."""
 
-    def __init__(self, engine: Engine, source: TensorSpec, target: TensorSpec, *, training: bool = True) -> None:
+    def __init__(self, engine: Engine, source: TensorSpec, target: TensorSpec) -> None:
         self.inputs, self.output = (source,), target
         label = f"reorder {source.shape} {source.layout} -> {target.layout}"
         x, y = images(engine, source), images(engine, target)

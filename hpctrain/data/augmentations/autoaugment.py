@@ -7,10 +7,8 @@ from typing import ClassVar, Literal, NamedTuple
 
 import numpy as np
 
-from hpctrain.data import picture_operations
-from hpctrain.data.augmentations.base import Augmentation
 from hpctrain.data.augmentations.randaugment import RANGES
-from hpctrain.data.picture_operations import SIGNED
+from hpctrain.data.picture_operations import SIGNED, OperationsAugmentation
 
 _BINS = 10
 
@@ -65,7 +63,7 @@ _POLICIES = {name: _steps(table) for name, table in _TABLES.items()}
 
 
 @dataclass(frozen=True)
-class AutoAugment(Augmentation):
+class AutoAugment(OperationsAugmentation):
     """Apply one of 25 pairs of operations that a search found for a data set, as in torchvision (Cubuk et al., CVPR 2019).
 
     Args:
@@ -79,17 +77,7 @@ class AutoAugment(Augmentation):
     name: ClassVar[str] = "autoaugment"
     draws: ClassVar[int] = 5
 
-    def output_shape(self, h: int, w: int, c: int) -> tuple[int, int, int]:
-        picture_operations.check_channels(self.name, c)
-        return h, w, c
-
-    def apply(self, images: np.ndarray, u: np.ndarray, out: np.ndarray) -> None:
-        size = images.shape[1], images.shape[2]
-        for image, target, drawn in zip(images, out, u, strict=True):
-            target[...] = picture_operations.changed(image, self.choices(size, drawn), self.interpolation)
-
     def choices(self, size: tuple[int, int], u: np.ndarray) -> list[tuple[str, float]]:
-        """Return (operation, magnitude) in order, for random numbers u (draws,) and an image of `size` (H, W)."""
         pairs, (which, *others) = _POLICIES[self.policy], u.tolist()
         chosen = []
         for step, drawn, sign in zip(pairs[int(which * len(pairs))], others[:2], others[2:], strict=True):

@@ -7,14 +7,13 @@ from typing import ClassVar
 
 import numpy as np
 
-from hpctrain.data import picture_operations
-from hpctrain.data.augmentations.base import Augmentation
+from hpctrain.data.picture_operations import OperationsAugmentation
 
 _FACTORS = {"brightness": "brightness", "contrast": "contrast", "saturation": "color"}
 
 
 @dataclass(frozen=True)
-class ColorJitter(Augmentation):
+class ColorJitter(OperationsAugmentation):
     """Change brightness, contrast, saturation and hue by random amounts, in a random order, like torchvision's ColorJitter.
 
     Args:
@@ -31,22 +30,15 @@ class ColorJitter(Augmentation):
 
     name: ClassVar[str] = "color_jitter"
     draws: ClassVar[int] = 8
+    neutral: ClassVar[float] = 0.0
 
     def __post_init__(self) -> None:
         for option in _FACTORS:
             self.require(0 <= getattr(self, option) <= 1e6, option, "is outside [0, 1e6]; a usual value is 0.4")
         self.require(0 <= self.hue <= 0.5, "hue", "is outside [0, 0.5]; a usual value is 0.1")
 
-    def output_shape(self, h: int, w: int, c: int) -> tuple[int, int, int]:
-        picture_operations.check_channels(self.name, c)
-        return h, w, c
-
-    def apply(self, images: np.ndarray, u: np.ndarray, out: np.ndarray) -> None:
-        for image, target, drawn in zip(images, out, u, strict=True):
-            target[...] = picture_operations.changed(image, self.choices(drawn), "nearest", neutral=0.0)
-
-    def choices(self, u: np.ndarray) -> list[tuple[str, float]]:
-        """Return (operation, factor or turn) in order, for random numbers u (draws,): four for the order, then one for each."""
+    def choices(self, size: tuple[int, int], u: np.ndarray) -> list[tuple[str, float]]:
+        # Four random numbers for the order, then one for each factor or turn.
         made: list[tuple[str, float] | None] = []
         for drawn, (option, operation) in zip(u[4:7].tolist(), _FACTORS.items(), strict=True):
             change = getattr(self, option)

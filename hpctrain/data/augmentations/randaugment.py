@@ -7,9 +7,7 @@ from typing import ClassVar, Literal
 
 import numpy as np
 
-from hpctrain.data import picture_operations
-from hpctrain.data.augmentations.base import Augmentation
-from hpctrain.data.picture_operations import NAMES, SIGNED, OperationRanges
+from hpctrain.data.picture_operations import NAMES, SIGNED, OperationRanges, OperationsAugmentation
 
 MOST_OPERATIONS = 8
 
@@ -17,7 +15,7 @@ RANGES = OperationRanges(shear=0.3, rotation=30.0, enhancement=0.9, posterized_b
 
 
 @dataclass(frozen=True)
-class RandAugment(Augmentation):
+class RandAugment(OperationsAugmentation):
     """Apply operations drawn from torchvision's 14, all with the same strength (Cubuk et al., NeurIPS 2020).
 
     Args:
@@ -42,17 +40,7 @@ class RandAugment(Augmentation):
         legal = 0 <= self.magnitude < self.bins
         self.require(legal, "magnitude", f"is outside 0 to bins - 1 = {self.bins - 1}; a usual value is 9 of 31")
 
-    def output_shape(self, h: int, w: int, c: int) -> tuple[int, int, int]:
-        picture_operations.check_channels(self.name, c)
-        return h, w, c
-
-    def apply(self, images: np.ndarray, u: np.ndarray, out: np.ndarray) -> None:
-        size = images.shape[1], images.shape[2]
-        for image, target, drawn in zip(images, out, u, strict=True):
-            target[...] = picture_operations.changed(image, self.choices(size, drawn), self.interpolation)
-
     def choices(self, size: tuple[int, int], u: np.ndarray) -> list[tuple[str, float]]:
-        """Return (operation, magnitude) in order, for random numbers u (draws,) and an image of `size` (H, W)."""
         chosen = []
         for which, sign in u.reshape(-1, 2)[: self.operations].tolist():
             name = NAMES[int(which * len(NAMES))]

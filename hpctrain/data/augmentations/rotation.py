@@ -7,12 +7,11 @@ from typing import ClassVar, Literal
 
 import numpy as np
 
-from hpctrain.data import picture_operations
-from hpctrain.data.augmentations.base import Augmentation
+from hpctrain.data.picture_operations import OperationsAugmentation
 
 
 @dataclass(frozen=True)
-class Rotation(Augmentation):
+class Rotation(OperationsAugmentation):
     """Rotate images about their centre by a random angle, like torchvision's RandomRotation; uncovered pixels are black.
 
     Args:
@@ -29,10 +28,5 @@ class Rotation(Augmentation):
     def __post_init__(self) -> None:
         self.require(0 <= self.degrees <= 180, "degrees", "is outside [0, 180]; a usual value is 15")
 
-    def output_shape(self, h: int, w: int, c: int) -> tuple[int, int, int]:
-        picture_operations.check_channels(self.name, c)
-        return h, w, c
-
-    def apply(self, images: np.ndarray, u: np.ndarray, out: np.ndarray) -> None:
-        for image, target, angle in zip(images, out, (self.degrees * (2 * u[:, 0] - 1)).tolist(), strict=True):
-            target[...] = picture_operations.changed(image, [("rotate", angle)], self.interpolation)
+    def choices(self, size: tuple[int, int], u: np.ndarray) -> list[tuple[str, float]]:
+        return [("rotate", float(self.degrees * (2 * u[0] - 1)))]

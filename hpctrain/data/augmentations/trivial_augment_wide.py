@@ -7,15 +7,13 @@ from typing import ClassVar, Literal
 
 import numpy as np
 
-from hpctrain.data import picture_operations
-from hpctrain.data.augmentations.base import Augmentation
-from hpctrain.data.picture_operations import NAMES, SIGNED, OperationRanges
+from hpctrain.data.picture_operations import NAMES, SIGNED, OperationRanges, OperationsAugmentation
 
 _RANGES = OperationRanges(shear=0.99, rotation=135.0, enhancement=0.99, posterized_bits=6, translation=32.0)
 
 
 @dataclass(frozen=True)
-class TrivialAugmentWide(Augmentation):
+class TrivialAugmentWide(OperationsAugmentation):
     """Apply one operation drawn from torchvision's 14, with a random strength (Mueller and Hutter, ICCV 2021).
 
     Args:
@@ -32,18 +30,8 @@ class TrivialAugmentWide(Augmentation):
     def __post_init__(self) -> None:
         self.require(self.bins >= 2, "bins", "is less than 2; a usual value is 31")
 
-    def output_shape(self, h: int, w: int, c: int) -> tuple[int, int, int]:
-        picture_operations.check_channels(self.name, c)
-        return h, w, c
-
-    def apply(self, images: np.ndarray, u: np.ndarray, out: np.ndarray) -> None:
-        size = images.shape[1], images.shape[2]
-        for image, target, drawn in zip(images, out, u, strict=True):
-            target[...] = picture_operations.changed(image, [self.choice(size, drawn)], self.interpolation)
-
-    def choice(self, size: tuple[int, int], u: np.ndarray) -> tuple[str, float]:
-        """Return (operation, magnitude) for random numbers u (draws,) and an image of `size` (H, W)."""
+    def choices(self, size: tuple[int, int], u: np.ndarray) -> list[tuple[str, float]]:
         which, strength, sign = u.tolist()
         name = NAMES[int(which * len(NAMES))]
         magnitude = _RANGES.magnitude(name, int(strength * self.bins), self.bins, size)
-        return name, -magnitude if name in SIGNED and sign < 0.5 else magnitude
+        return [(name, -magnitude if name in SIGNED and sign < 0.5 else magnitude)]

@@ -38,8 +38,8 @@ Advance = Callable[[int], None]
 _CHUNK_BYTES = 16 << 20
 _MOST_CLASSES = 1 << 20
 _MOST_BYTES_OF_NAMES = 64 << 20
-#: number of names in a line of the summary
-_EXAMPLES = 5
+#: number of names in a line of the summary, and in a message
+_EXAMPLES, _LISTED = 5, 20
 
 
 def no_progress(count: int) -> None:
@@ -129,9 +129,9 @@ def slices(images: np.ndarray, labels: np.ndarray, advance: Advance = no_progres
         advance(len(images[start : start + step]))
 
 
-def listed(noun: str, names: Sequence[str], limit: int = 20) -> str:
+def listed(noun: str, names: Sequence[str]) -> str:
     """Return "2 files (a.jpg, b.jpg)" for messages. Long lists are shortened."""
-    shown = ", ".join(map(escaped, names[:limit])) + (f", and {len(names) - limit:,} more" if len(names) > limit else "")
+    shown = ", ".join(map(escaped, names[:_LISTED])) + (f", and {len(names) - _LISTED:,} more" if len(names) > _LISTED else "")
     return f"{counted(len(names), noun)} ({shown})"
 
 

@@ -415,7 +415,10 @@ class Places:
         step = self.steps.steps[k]
         operator, targets = step.operator, [self.gradient(tensor) for tensor in step.inputs]
         apart = partial_gradients(self.steps, self.line, k)
-        partials = self._partials(k, apart)
+        partials, offset = dict[int, Region](), self.offsets.get(("partial", k), 0)
+        for i in apart:  # partial gradients are adjacent
+            partials[i] = Region(offset, self._spec(step.inputs[i]).bytes)
+            offset = partials[i].end
         return StepMemory(
             inputs=tuple(self.activation(tensor) for tensor in step.inputs),
             output=self.activation(step.output),
@@ -427,21 +430,6 @@ class Places:
             scratch=self._alone("scratch", k, operator.scratch_bytes),
             copies_gradient=step.is_view and self.steps.passes_back(k),
         )
-
-    def _partials(self, k: int, apart: tuple[int, ...]) -> dict[int, Region]:
-        """Return the places of step k's partial gradients, which are adjacent.
-
-        Args:
-            apart: inputs whose partial gradients have separate memory.
-
-        Returns:
-            Places by input.
-        """
-        partials, offset = {}, self.offsets.get(("partial", k), 0)
-        for i in apart:
-            partials[i] = Region(offset, self._spec(self.steps.steps[k].inputs[i]).bytes)
-            offset = partials[i].end
-        return partials
 
     def _alone(self, kind: str, k: int, size_bytes: int) -> Region | None:
         return Region(self.offsets[kind, k], size_bytes) if size_bytes else None
