@@ -45,7 +45,6 @@ class AllreduceStep:
     """State of one step.
 
     Attributes:
-        lr: learning rate of the update.
         events: gradient-ready events by parameter.
         pending: tickets of the slices that have not been updated.
         joint: norms over all groups; None if this group has all parameters or no norms are needed.

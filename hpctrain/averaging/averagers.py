@@ -64,10 +64,6 @@ def check_order(name: str, strategy: Strategy) -> None:
 
     The option two_level is accepted: with shards, it is ignored and sums have one level.
 
-    Args:
-        name: name of the strategy, for messages.
-        strategy: strategy to check.
-
     Raises:
         ConfigError: the strategy does not sum the unchanged gradients of each step.
         OptionError: an option is incompatible with the order of shards.
@@ -100,8 +96,6 @@ def make_averager(strategy: Strategy, setup: AveragerSetup, stored: CollectiveSc
     """Create the averager that runs the strategy's schedule, which is the same on every rank. Collective over `setup.comm`.
 
     Args:
-        strategy: strategy of the group.
-        setup: objects of this rank that the averager works with.
         stored: schedule of an earlier run; used if `Strategy.accepts` returns True for it. The sizes of slices determine the
             order of additions, so with measured sizes only a stored schedule repeats a run bit by bit. The order of operations,
             which changes no bit, is measured unless the stored schedule contains a measured one.

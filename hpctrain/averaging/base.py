@@ -94,7 +94,6 @@ class AveragerSetup:
         group: the parameters on this rank.
         optimizer: an unbound optimiser. The averager binds it to the segments that this rank updates, and owns it.
         comm: communicator of the ranks that hold these parameters.
-        progress: progress engine of the process.
         norms: norms over all groups if the network has several; None if this group has all parameters.
         shared: state shared by the strategy's averagers of all groups (`Strategy.shared`).
         transport: transport of arrays on a device; unused for arrays on the host.
@@ -330,7 +329,6 @@ class PlannedGroup:
     """Parameter group on a number of ranks. Together with a strategy's options and a link, it determines the schedule.
 
     Attributes:
-        layout: sizes and places of the parameters.
         ranks: number P of the ranks that hold the parameters.
         nodes: node of each rank; None: unknown.
         nominal_batch: samples of a step over all ranks; None: unknown.
@@ -558,7 +556,6 @@ class Strategy(ABC):
 
         Args:
             comm: communicator of all ranks that hold a part of the network.
-            progress: progress engine of the process.
             members: number of parameter groups of the network.
         """
         return None

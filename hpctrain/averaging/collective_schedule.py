@@ -85,7 +85,6 @@ class CollectiveSchedule:
         request: text with the strategy, options and parameters for which the schedule was made. A stored schedule is reused only
             for the same request.
         ranks: number P of ranks.
-        slices: slices of the parameters.
         operations: operations in posting order.
         window: maximum number of operations in flight per stream; None: no limit.
         timed: whether the order follows from measured times; it is then not measured again.
@@ -195,9 +194,6 @@ class CollectiveSchedule:
         """Return the number of elements of all kinds that each rank exchanges with other ranks in a step. Norms are not counted.
 
         The numbers are the sums of `exchanged`, computed in O(operations + ranks).
-
-        Args:
-            samples: samples of the step, by rank.
         """
         of_rank, of_sample = _Elements(self.ranks), _Elements(self.ranks)
         of_rank.add(self._pairs_by_rank(), 2)
@@ -221,7 +217,6 @@ class CollectiveSchedule:
         """Return the bytes that each rank exchanges with other ranks in a step. Norms are not counted.
 
         Args:
-            samples: samples of the step, by rank.
             item_bytes: bytes of an element; its position, if sent, takes 4 bytes.
         """
         elements, pairs = self.exchanged_by_rank(samples), self._pairs_by_rank().by_rank()
@@ -325,7 +320,6 @@ def _exchanged_pairs(piece: Slice, owned: int) -> int:
     """Return the number of (element, position) pairs of a compressed slice that the owner of a part exchanges with other nodes.
 
     Args:
-        piece: compressed slice.
         owned: number of elements of the part.
     """
     assert piece.compression is not None

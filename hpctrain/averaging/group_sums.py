@@ -40,7 +40,6 @@ class _GroupNorms(Norms):
     """Norms of one group as a view of the norms of all groups.
 
     Args:
-        group: the group of parameters.
         all_squares: float64 (parameters of all groups, 2).
         place: rows of this group.
     """
@@ -88,7 +87,6 @@ class JointNorms:
 
     Args:
         comm: communicator of all ranks that hold a part or a copy of the network. The ranks of each group are a subset.
-        progress: progress engine of the process.
         groups: parameter groups in the same order on every rank. Parameters have the same names on all ranks of a group.
     """
 
@@ -162,7 +160,6 @@ class TreeNorms(Norms):
     """Squared norms of whole parameters, complete once the ranks' terms are summed and `complete` was called.
 
     Args:
-        group: the group of parameters.
         parts: element ranges [start, stop) of the flat buffers, over all ranks; a rank sums each range at once.
     """
 
@@ -262,12 +259,8 @@ class ShardGradients:
     the sums of that step, because their message may not have been posted yet.
 
     Args:
-        group: the parameters.
         shards: shards of this rank among the ranks that average the group.
         homes: whether gradients are written directly to `buffer_for`, so that waiting sums need not be copied.
-
-    Attributes:
-        shards: shards of this rank.
     """
 
     def __init__(self, group: FlatGroup, shards: ShardsOfRank, *, homes: bool = False) -> None:
@@ -333,7 +326,6 @@ class ReadSums:
     """Sums over the 32-bit words of one group's parameters. Created at set-up, in the same way on every rank of the group.
 
     Args:
-        group: the parameters.
         parts: segments that are written together; each element of the group is in at most one part.
         owned: segments of a rank; parameters are cut there, so that all elements of a piece have the same owner.
 

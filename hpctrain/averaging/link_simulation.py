@@ -173,7 +173,6 @@ def over_ranks(times: Times, names: Sequence[str], comm: Communicator, progress:
         times: times measured on this rank.
         names: names of the parameters, the same on every rank.
         comm: communicator of the ranks that use the same order; no other operation may be in progress on it.
-        progress: progress engine of the process.
     """
     measured = times.to_array(names)
     counts = even(measured.size, comm.size)  # each rank handles a share of the events, so that none holds all events of all ranks
@@ -191,8 +190,6 @@ class SliceTraffic:
     """Slices that ranks exchange in a step.
 
     Attributes:
-        slices: the slices.
-        ranks: number of ranks.
         item_bytes: bytes of an element in memory.
         batch: nominal samples of a step over all ranks, for the errors of linear layers.
         rounding: number formats of gradients and parameters on the wire.
@@ -261,8 +258,6 @@ class LinkSimulation:
 
     Args:
         traffic: slices on the link.
-        times: times of the events of a step.
-        link: model of the link.
         urgency: function that returns the key of a transfer; the smallest key goes first.
         overrun_seconds: maximum delay of a gradient by a gather.
         looks: times at which the program polls, ascending; after the last one it polls continuously. A gather starts one poll

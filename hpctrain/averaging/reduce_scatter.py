@@ -53,7 +53,6 @@ class StepUpdate(NamedTuple):
     """Arguments of the updates of one step.
 
     Attributes:
-        lr: learning rate.
         norms: norms for the updates; None if the optimiser needs none.
         joint: norms of all groups that travel together; None if the norms of this group travel separately.
         member: index of this group among the members of `joint`.
@@ -82,8 +81,6 @@ class OwnerOperations:
     Subclasses with other operations override `start`, `sum_slice`, `finish_gradient` and `gather_slice`.
 
     Args:
-        setup: objects of this rank that the averager works with.
-        schedule: the agreed schedule.
         streams: communicators by stream. Their ranks own the parts of a slice in rank order.
         batch: nominal samples of a step over all ranks, for the exchange of sufficient factors.
         sums: sums of gradients; None: sums of the stream's communicator.
@@ -95,8 +92,6 @@ class OwnerOperations:
         reads: sums of the parameters that a step reads, by slice with the segments that every rank updates; None: not watched.
         exchange_of: exchange of sufficient factors by weight.
         rounded: exact values and rounding errors that this rank owns, if parameters travel in 16 bits; otherwise None.
-        group: the parameters.
-        schedule: the agreed schedule.
         comm: communicator of the ranks that own parts.
         sums: sum of the owned part as written by the last reduce-scatter, by slice; only slices with a reduce-scatter over
             several ranks.
@@ -343,7 +338,6 @@ class ReduceScatterAverager(GradientAverager):
     A subclass may leave slices out of a step (`left_out_slices`), or use other operations.
 
     Args:
-        setup: objects of this rank that the averager works with.
         agreement: schedule, communicators and sums that the ranks have agreed on.
         exchanging: weight -> biases of the linear layers that exchange inputs and errors.
         nominal_batch: samples of a step over all ranks.

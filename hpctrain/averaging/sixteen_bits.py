@@ -163,7 +163,6 @@ class Cast16(Compressor):
     become zero.
 
     Args:
-        size: number of elements of an array.
         dtype: "float32" or "float64".
         bits: "bfloat16" or "float16".
     """
@@ -340,12 +339,9 @@ class RoundedParameters:
     """Rounding errors of the parameters that this rank owns, and allgathers of rounded parts. All arrays are on the host.
 
     Args:
-        group: the parameters.
-        slices: slices of a schedule.
         own: segments of this rank's part, by slice, in order.
         rank: index of this rank among the owners.
         ranks: number of ranks that own the parts.
-        caster: factory of message compressors.
         watched: whether to detect changes between two writes.
 
     Attributes:

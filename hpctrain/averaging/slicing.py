@@ -57,7 +57,6 @@ class Slice:
     """Elements [start, stop) of a group's flat buffers that one operation moves.
 
     Attributes:
-        name: name for messages and tables.
         start: first element.
         stop: end of the elements.
         order: forward position of the front-most parameter, the priority key.
@@ -131,7 +130,6 @@ def fused(layout: GroupLayout, least: int, leave_out: Collection[str] = (), apar
     Backward reaches the last parameter first, so only the front-most slice of a run of neighbours may be smaller than `least`.
 
     Args:
-        layout: the parameters.
         least: minimum number of elements.
         leave_out: parameters that are in no slice and that no slice spans.
         apart: parameters that share no slice with parameters outside this set.
@@ -153,8 +151,6 @@ def cut(layout: GroupLayout, slices: Sequence[Slice], most: int, block: int = 1)
     """Cut slices into even pieces of at most `most` elements. Slices of layers that exchange inputs and errors stay whole.
 
     Args:
-        layout: the parameters.
-        slices: slices to cut.
         most: maximum number of elements.
         block: alignment of the cuts in the flat buffers. Pieces and their parts may exceed the maximum by up to one block.
 
@@ -296,9 +292,6 @@ def slice_elements(bucket: int | None, layout: GroupLayout, ranks: int, link: Li
 
     Args:
         bucket: bytes of a fused slice; None: the best size on `link`.
-        layout: the parameters.
-        ranks: number of ranks.
-        link: model of the link.
     """
     if bucket is None:
         bucket = bucket_bytes(layout.size * layout.item_bytes, ranks, link)
@@ -341,7 +334,6 @@ def fused_bytes(bucket: int | None, total_bytes: int, ranks: int) -> int:
     Args:
         bucket: bytes of a fused slice; None: the size by rule.
         total_bytes: bytes of all gradients.
-        ranks: number of ranks.
     """
     return min(total_bytes, largest_bytes(bucket or bucket_bytes(total_bytes, ranks, RULE_LINK)))
 

@@ -31,7 +31,6 @@ def moves_less(inputs: int, outputs: int, batch: int, ranks: int, sent_share: fl
         inputs: number K of input features.
         outputs: number M of output features.
         batch: global batch B.
-        ranks: number P of ranks.
         sent_share: bytes s of a gradient on the wire, divided by its bytes in memory. Inputs and errors are never rounded.
     """
     return batch * (outputs + inputs / ranks) < sent_share * inputs * outputs
@@ -45,7 +44,6 @@ class SufficientFactorExchange:
     copies the gradients back.
 
     Args:
-        group: the parameters.
         slices: slices of the weight (K, M), in order.
         comm: communicator of the ranks that exchange.
         batch: nominal samples of a step over all ranks.
@@ -172,8 +170,6 @@ def exchanging_layers(
     Layers without elements on these ranks are excluded.
 
     Args:
-        layout: the parameters.
-        ranks: number of ranks.
         choice: "always", "never", or "auto" to exchange if that moves less data, which requires the nominal batch.
         nominal_batch: samples of a step over all ranks; None: unknown.
         micro_batches: number of passes of a step. With several passes there is no exchange, because the inputs of all passes

@@ -50,7 +50,6 @@ class RankStatistics:
 
     Args:
         comm: ranks that share the step.
-        progress: engine of the process.
     """
 
     def __init__(self, comm: Communicator, progress: ProgressEngine) -> None:
@@ -170,7 +169,6 @@ class GridGroups:
         """Return the group that exchanges activations; None if no ranks share samples.
 
         Args:
-            progress: engine of the process.
             arithmetic: arithmetic of the activations; default: the host's.
         """
         return None if self._split is None else SplitGroup(self._split, progress, arithmetic)

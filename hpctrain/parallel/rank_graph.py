@@ -126,14 +126,9 @@ def make_network(
     Args:
         model: root layer.
         image_shape: (H, W, C) of one sample.
-        kernels: kernel set that computes.
-        groups: communicators of this rank on the grid.
-        progress: engine of the process.
         plan: use of each layer on the grid; needed if ranks share samples.
         dtype: "float32" or "float64".
         seed: seed of the initial values.
-        smoothing: label smoothing of the loss.
-        class_weights: as for `Network`.
         frozen: name patterns of the layers that are not trained.
 
     Raises:

@@ -342,7 +342,6 @@ class StoredCheckpoint:
     """Checkpoint on the disk, described by file names and sizes only.
 
     Attributes:
-        step: step in its name.
         path: file, or directory of shards.
         written: time of the last write, in seconds of the wall clock.
         version: value that changes whenever the checkpoint is written again.

@@ -49,7 +49,6 @@ def next_interval(interval: int, steps: int, latest: float, total: float, differ
         latest: |f|^2 over all ranks; f is the last of these gradients.
         total: |G|^2 over all ranks; G is their sum.
         difference: |f - G|^2.
-        most: maximum interval.
     """
     angle = difference + latest <= total
     magnitude = steps * latest <= total
@@ -82,9 +81,7 @@ class LazyInterval:
 
     Args:
         comm: communicator of all ranks that hold a part or a copy of the network.
-        progress: progress engine of the process.
         members: number of parameter groups of the network.
-        max_interval: maximum interval.
         check_every: number of averagings from one comparison to the next.
 
     Attributes:
@@ -189,11 +186,9 @@ class LazyAverager(ReduceScatterAverager):
     update nor gather their slices.
 
     Args:
-        setup: objects of this rank that the averager works with.
         agreement: schedule, communicators and sums that the ranks have agreed on.
         lazy: parameters of the front layers; no slice contains both lazy and other parameters.
         interval: interval of the network.
-        others: other arguments of the base.
     """
 
     pending = _ADDED

@@ -134,10 +134,8 @@ class SparsePart:
     Buffers are allocated once, for the largest messages.
 
     Args:
-        size: number of elements of the part.
         dtype: "float32" or "float64".
         compression: compression of the slice.
-        settings: densities and momentum.
         comm: ranks with this part, by node.
         scratch: scratch memory shared by all slices, which are selected one at a time.
         seed: integers that distinguish slices.
@@ -201,10 +199,7 @@ class SparseOperations(OwnerOperations):
     """Operations of the ranks that own parts, including the exchange of the largest elements. Creation is collective.
 
     Args:
-        setup: objects of this rank that the averager works with.
-        schedule: the agreed schedule.
         streams: communicators by stream.
-        settings: densities and momentum.
         two: levels of the streams; None: every rank is a node.
 
     Attributes:
@@ -377,7 +372,6 @@ class SparseOperations(OwnerOperations):
         Args:
             name: name of the parameter.
             of_slice: function slice -> array of this rank's part; None if no rank has an array for the slice.
-            progress: progress engine of the process.
         """
         segment, comm = self.group.segment(name), self.comm
         by_node = np.zeros((self.nodes, segment.size), self.group.dtype)
@@ -410,11 +404,8 @@ class SparseAverager(ReduceScatterAverager):
     (`holders`); each rank holds its part of its node's gradients.
 
     Args:
-        setup: objects of this rank that the averager works with.
         agreement: schedule, communicators and sums that the ranks have agreed on.
-        settings: densities and momentum.
         two: levels of the streams; None: every rank is a node.
-        others: other arguments of the base.
     """
 
     pending = _RESIDUAL
