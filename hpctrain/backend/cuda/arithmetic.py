@@ -10,6 +10,7 @@ The module has three parts, in this order:
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
@@ -101,6 +102,16 @@ class ArrayTable(_TiledArrays):
         self._runtime.device.copy(self._runtime.stream, self._flags, self._no_flags)
         self._launch_tiles("sums", f"find_not_finite_{self._tag}", self._flags)
         return self._fetch_flags.fetch(self._flags, np.logical_not, arrays)
+
+
+def _table(
+    made: dict[tuple[object, ...], ArrayTable], runtime: CudaRuntime, staging: Staging, arrays: Sequence[DeviceArray]
+) -> ArrayTable:
+    """Return the table of these arrays from `made`, where the first call for them puts it."""
+    key = tuple((array.pointer, array.size, array.dtype) for array in arrays)
+    if key not in made:
+        made[key] = ArrayTable(runtime, arrays, staging)
+    return made[key]
 
 
 class CudaWordSums(_TiledArrays):
@@ -284,7 +295,7 @@ class CudaArithmetic(Arithmetic):
         self._staging = Staging(runtime, STAGING_BYTES, STAGING_COUNT, STAGING_MOST)
         self._unrounded: DeviceArray | None = None
         self._fetches: dict[tuple[int, int], FetchBuffers] = {}
-        self._tables: dict[tuple[object, ...], ArrayTable] = {}
+        self._table_of = functools.partial(_table, {}, runtime, self._staging)
         self.made_mirrors: CudaMirrors | None = None
         self._messages: CudaMessages | None = None
 
@@ -351,16 +362,10 @@ class CudaArithmetic(Arithmetic):
         _launch_pixels(self._runtime, "spread_pixels", target, source, target, source, scale)
 
     def square_sums(self, arrays: Sequence[Array]) -> np.ndarray:
-        return self._table(arrays).square_sums().result().copy() if arrays else np.zeros(0)
+        return self._table_of(arrays).square_sums().result().copy() if arrays else np.zeros(0)
 
     def fetch_finite(self, arrays: Sequence[Array]) -> Fetch:
-        return self._table(arrays).finite(arrays) if arrays else HostFetch(np.zeros(0, np.bool_))
-
-    def _table(self, arrays: Sequence[DeviceArray]) -> ArrayTable:
-        key = tuple((array.pointer, array.size, array.dtype) for array in arrays)
-        if key not in self._tables:
-            self._tables[key] = ArrayTable(self._runtime, arrays, self._staging)
-        return self._tables[key]
+        return self._table_of(arrays).finite(arrays) if arrays else HostFetch(np.zeros(0, np.bool_))
 
     def word_sums(self, arrays: Sequence[Array]) -> CudaWordSums:
         return CudaWordSums(self._runtime, arrays, self._staging)
