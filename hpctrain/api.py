@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import logging
 import os
 import signal
 import sys
@@ -44,7 +45,6 @@ from hpctrain.core.errors import (
     HpctrainError,
 )
 from hpctrain.core.files import path_of
-from hpctrain.core.log import get_logger
 from hpctrain.core.registry import check_counts, check_types, checked_calls
 from hpctrain.core.text import choices
 from hpctrain.core.yaml_source import Source
@@ -67,7 +67,7 @@ from hpctrain.run.training import RunEnd, run_training
 from hpctrain.training.replica import BETWEEN
 from hpctrain.training.reporting import ProgressStyle
 
-_log = get_logger(__name__)
+_log = logging.getLogger(__name__)
 _DEADLINE_SECONDS = 300.0
 _PROGRESS = tuple(str(mode) for mode in ProgressMode)
 

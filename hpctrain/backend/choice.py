@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import logging
 import os
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, field
@@ -17,7 +18,6 @@ from hpctrain.backend.cuda import libraries
 from hpctrain.backend.cuda.device import Device, Precision
 from hpctrain.backend.operators import KernelSet
 from hpctrain.core.errors import BackendError, MissingLibraryError
-from hpctrain.core.log import get_logger
 
 if TYPE_CHECKING:
     from hpctrain.backend.onednn.kernel_set import OnednnKernelSet
@@ -182,7 +182,7 @@ def gpu_index(count: int, place: NodePlace) -> int:
     return place.local_rank
 
 
-_log = get_logger(__name__)
+_log = logging.getLogger(__name__)
 
 NAMES = ("auto", "numpy", "onednn", "cuda")
 PRECISIONS: tuple[Precision, ...] = ("float32", "tf32", "bfloat16")

@@ -11,7 +11,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -120,7 +119,7 @@ def check(file: Path, as_json: bool, strict: bool, threads: int | None) -> None:
         checked = check_file(file, default_threads() if threads is None else threads, advance)
     if as_json:
         content = {"file": str(file), "images": checked.images, "classes": checked.classes, "damaged": checked.damaged}
-        echo_block(json.dumps({**content, "findings": [asdict(finding) for finding in checked.findings]}, indent=1))
+        echo_block(json.dumps({**content, "findings": [vars(finding) for finding in checked.findings]}, indent=1))
     else:
         for finding in checked.findings:
             echo(f"{'damage' if finding.damage else 'note'}: {finding.sentence}.")

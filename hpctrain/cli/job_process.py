@@ -7,6 +7,7 @@ as the number of threads must be set before NumPy loads. The order of the start 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import platform
 import sys
@@ -20,7 +21,6 @@ from hpctrain.cli.arguments import NONE, begin_log, load_config
 from hpctrain.cli.start import start_job
 from hpctrain.core import log, user_code
 from hpctrain.core.errors import HpctrainError, LaunchError
-from hpctrain.core.log import get_logger
 from hpctrain.flight import start_records
 from hpctrain.flight.recorder import FlightRecorder
 from hpctrain.launch import shared_segments
@@ -110,7 +110,7 @@ class JobProcess:
 
         explain_deadlines(progress)
         if self._removed.count:
-            log.get_logger(__name__).debug(str(self._removed))
+            logging.getLogger(__name__).debug(str(self._removed))
             self._removed = shared_segments.Removed()
 
     def finish(self) -> None:
@@ -133,7 +133,7 @@ class JobProcess:
         raise SystemExit(code)
 
 
-_log = get_logger(__name__)
+_log = logging.getLogger(__name__)
 
 #: deadline of waits if the configuration could not be read
 DEADLINE_SECONDS = 300.0

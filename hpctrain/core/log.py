@@ -92,9 +92,8 @@ class RankLog(logging.Handler):
             self._wake.wait(_AGAIN_SECONDS if self._refused else None)
             self._wake.clear()
             if self._refused:
-                time.sleep(
-                    0.0 if self._closed else _AGAIN_SECONDS / 10
-                )  # each line wakes this thread, but the disk recovers slowly
+                # Each line wakes this thread, but the disk recovers slowly.
+                time.sleep(0.0 if self._closed else _AGAIN_SECONDS / 10)
             try:
                 self._write()
             except OSError as error:
@@ -163,11 +162,6 @@ def tee(text: str, level: int = logging.ERROR, *, last: bool = False) -> None:
 
 _FORMAT = "%(asctime)s %(levelname)s %(message)s"
 _YELLOW, _RED, _PLAIN = "\x1b[33m", "\x1b[31m", "\x1b[0m"
-
-
-def get_logger(name: str) -> logging.Logger:
-    """Return the logger of a module; `name` is the module's `__name__`."""
-    return logging.getLogger(name)
 
 
 def configure(rank: int, size: int | None = None, *, level: int = logging.INFO) -> None:

@@ -56,7 +56,6 @@ class Offer:
     """Entry point of an installed package: a name for a class or function.
 
     Attributes:
-        name: name of the entry point.
         reference: module and class, "module:Name".
         package: name and version of the package.
     """

@@ -90,7 +90,8 @@ def read_yaml(text: str, label: str) -> tuple[Any, dict[KeyPath, str]]:
                 raise ConfigError(
                     f"{label}: The text is too long after its aliases are expanded; the maximum is {TEXT_BYTES:,} characters."
                 )
-            return _Reader(loader, label).read(root)
+            reader = _Reader(loader, label)
+            return reader.value(root, ()), reader.places
         finally:
             loader.dispose()
     except yaml.MarkedYAMLError as error:
@@ -112,13 +113,10 @@ class _Reader:
         self.places: dict[KeyPath, str] = {}
         self.open: list[yaml.Node] = []  # from the root down, to find an alias that contains itself
 
-    def read(self, root: yaml.Node) -> tuple[Any, dict[KeyPath, str]]:
-        return self._value(root, ()), self.places
-
     def _place(self, node: yaml.Node) -> str:
         return f"{self.label}:{node.start_mark.line + 1}"
 
-    def _value(self, node: yaml.Node, path: KeyPath) -> Any:
+    def value(self, node: yaml.Node, path: KeyPath) -> Any:
         if any(node is outer for outer in self.open):
             raise ConfigError(f"{self._place(node)}: The alias at {dotted(path)} contains itself; write the value out.")
         # For items of lists and the document itself; the line of a key overwrites it below.
@@ -128,7 +126,7 @@ class _Reader:
             if isinstance(node, yaml.MappingNode) and node.tag == _MAPPING:
                 return self._mapping(node, path)
             if isinstance(node, yaml.SequenceNode) and node.tag == _SEQUENCE:
-                return [self._value(item, (*path, index)) for index, item in enumerate(node.value)]
+                return [self.value(item, (*path, index)) for index, item in enumerate(node.value)]
             if isinstance(node, yaml.ScalarNode):
                 return self._scalar(node)
         finally:
@@ -147,16 +145,12 @@ class _Reader:
         result = {}
         for key_node, value_node in node.value:
             inner = (*path, key_node.value)
-            if inner in self.places:
-                self._forget(inner)
+            if inner in self.places:  # of a merged value, which this one replaces
+                for known in [known for known in self.places if known[: len(inner)] == inner]:
+                    del self.places[known]
             self.places[inner] = self._place(key_node)
-            result[key_node.value] = self._value(value_node, inner)
+            result[key_node.value] = self.value(value_node, inner)
         return result
-
-    def _forget(self, path: KeyPath) -> None:
-        """Remove the positions of a merged value that the mapping's own value replaces."""
-        for known in [known for known in self.places if known[: len(path)] == path]:
-            del self.places[known]
 
     def _check_keys(self, node: yaml.MappingNode, path: KeyPath) -> None:
         first: dict[str, yaml.Node] = {}

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import http.client
 import io
+import logging
 import os
 import shutil
 import subprocess
@@ -24,7 +25,6 @@ import numpy as np
 
 from hpctrain.core.errors import DataError
 from hpctrain.core.files import open_regular
-from hpctrain.core.log import get_logger
 from hpctrain.data.convert import cifar, idx
 from hpctrain.data.convert.common import Advance, no_progress
 from hpctrain.data.files import system_errors_as
@@ -33,7 +33,7 @@ from hpctrain.storage.atomic_write import write_bytes
 
 _TIMEOUT_SECONDS = 60
 _INSTALL_TIMEOUT_SECONDS = 900
-_log = get_logger(__name__)
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ import contextlib
 import fcntl
 import hashlib
 import json
+import logging
 import os
 import tempfile
 import weakref
@@ -29,7 +30,6 @@ import numpy as np
 from hpctrain.comm.base import Communicator
 from hpctrain.comm.shared_memory import SharedMemory, share, shared_descriptor
 from hpctrain.core.files import expanded, link_target, open_own, read_at, read_bytes, write_at
-from hpctrain.core.log import get_logger
 from hpctrain.core.text import size_text
 from hpctrain.data.image_file import ImageFile
 from hpctrain.storage.atomic_write import replacing
@@ -116,7 +116,7 @@ class LocalCopy:
         """Log a warning if it was not logged before."""
         if sentence not in self._logged:
             self._logged.add(sentence)
-            get_logger(__name__).warning(sentence)
+            logging.getLogger(__name__).warning(sentence)
 
 
 # Maximum share of a disk's free space for the copy.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import zlib
 from collections.abc import Sequence
@@ -12,7 +13,6 @@ import numpy as np
 
 from hpctrain.core.errors import DataError, ShapeError
 from hpctrain.core.files import open_regular
-from hpctrain.core.log import get_logger
 from hpctrain.data.convert.common import in_order, listed, range_up_to
 from hpctrain.data.convert.folder import Search
 from hpctrain.data.decoding import FOREIGN_SUFFIXES, SUFFIXES, Fit, decode, deep_maximum
@@ -20,7 +20,7 @@ from hpctrain.data.image_file import ImageForm
 from hpctrain.data.readers import ReadImages
 
 _DECODED_CHANNELS = (1, 3)
-_log = get_logger(__name__)
+_log = logging.getLogger(__name__)
 #: limits of the comparison of pictures between ranks: the number of files, and the first bytes of each
 _MOST_COMPARED, _COMPARED_BYTES = 16, 1 << 16
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import logging
 import os
 import re
 import time
@@ -28,7 +29,6 @@ import numpy as np
 
 from hpctrain.core.errors import DataError
 from hpctrain.core.files import open_regular, read_at
-from hpctrain.core.log import get_logger
 
 #: values that become 0 and 255
 ValueRange = tuple[float, float]
@@ -426,7 +426,7 @@ class BlockReader(ReadImages):
         if replacement is None:
             raise UnreadableError(f"S{named}; no sample is left that could replace it{policy.place}.")
         if not self.replaced:
-            get_logger(__name__).info(f"s{named}; such samples are replaced by others{policy.place}")
+            logging.getLogger(__name__).info(f"s{named}; such samples are replaced by others{policy.place}")
         self.replaced[sample] = replacement
 
 

@@ -14,6 +14,7 @@ import fcntl
 import hashlib
 import itertools
 import json
+import logging
 import os
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
@@ -27,7 +28,6 @@ import numpy as np
 
 from hpctrain.core.errors import DataError
 from hpctrain.core.files import open_own, read_at, write_at
-from hpctrain.core.log import get_logger
 from hpctrain.data.files import system_errors_as
 from hpctrain.data.image_file import (
     FIT,
@@ -98,7 +98,7 @@ class UnfinishedFile:
             return
         lines = os.pread(self._journal, os.fstat(self._journal).st_size, 0).splitlines(keepends=True)
         if lines and lines[0] != self._header:
-            get_logger(__name__).warning(
+            logging.getLogger(__name__).warning(
                 "%s belongs to a conversion of other images or with other options; starting from scratch", self.path
             )
             lines = []
@@ -265,7 +265,7 @@ class DataFileWriter:
             for record, block in self._file.kept():
                 self._account(record, block)
         if self.done:
-            get_logger(__name__).info("continuing %s after the first %d of %d images", self._file.path, self.done, count)
+            logging.getLogger(__name__).info("continuing %s after the first %d of %d images", self._file.path, self.done, count)
 
     def __enter__(self) -> Self:
         return self

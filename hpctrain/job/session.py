@@ -5,6 +5,7 @@ A `StartedJob` has ranks, but no grid yet. A `StartedRank` has a place on the gr
 
 from __future__ import annotations
 
+import logging
 import os
 import platform
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -281,7 +282,7 @@ def start_world(launcher: Launcher, deadline_seconds: float, flight: FlightRecor
         if alone is not None and is_copy(os.environ):
             raise LaunchError(alone)
         if alone is not None:
-            log.get_logger(__name__).warning(alone)
+            logging.getLogger(__name__).warning(alone)
         return SingleCommunicator()
     from hpctrain.comm import mpi
 

@@ -8,6 +8,7 @@ so a training without `auto` does not import it.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -20,7 +21,6 @@ from hpctrain.config.grid import with_defaults
 from hpctrain.config.schema import SYNTHETIC, Config
 from hpctrain.core.errors import ConfigError, DataError
 from hpctrain.core.files import read_text
-from hpctrain.core.log import get_logger
 from hpctrain.core.registry import check_counts, check_types, checked_calls
 from hpctrain.core.text import shortened
 from hpctrain.job.automatic_choice import (
@@ -51,7 +51,7 @@ from hpctrain.runs.directory import RunDirectory
 from hpctrain.storage import checkpoint
 from hpctrain.storage.checkpoint import CheckpointContent
 
-_log = get_logger(__name__)
+_log = logging.getLogger(__name__)
 
 _TIMING_SECONDS = 20.0
 

@@ -6,6 +6,7 @@ Pictures are processed like evaluation images.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -470,7 +471,7 @@ def _build_prediction(
     facts = described(replace(data, shape=form.shape, fit=form.fit, value_range=form.value_range))
     known = described(replace(data, value_range=ImageForm.of(data).value_range))
     for warning in differences("each picture", facts, "the training images", known) if session.is_root else ():
-        log.get_logger(__name__).warning(warning.removeprefix(WARNING))
+        logging.getLogger(__name__).warning(warning.removeprefix(WARNING))
     images = pictures(config, data, form, files, session.threads.threads, request.max_pixels)
     replica = trained_replica(session, content, data, images, averaged=request.averaged)
     replica.parameters_written()

@@ -6,6 +6,7 @@ Checkpoints are written when the program requests it, either at once or in the b
 from __future__ import annotations
 
 import contextlib
+import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,7 +25,6 @@ from hpctrain.config.images import WARNING, aligned, check_image_shapes, constan
 from hpctrain.config.schema import CacheConfig, NonFiniteConfig
 from hpctrain.core.errors import CheckpointError, ConfigError, DataError, DivergedError, ShapeError
 from hpctrain.core.files import path_of
-from hpctrain.core.log import get_logger
 from hpctrain.core.registry import check_counts, check_options, check_types, checked_calls
 from hpctrain.data.image_file import ImageFile, described, differences
 from hpctrain.data.loader import ArrayLoader, Loader, as_samples
@@ -83,7 +83,7 @@ def mixing_of(options: Mapping[str, float] | None, seed: int, replica: Replica) 
     return mixing
 
 
-_log = get_logger(__name__)
+_log = logging.getLogger(__name__)
 
 
 class _Log(Reporter):

@@ -6,6 +6,7 @@ the checkpoint was written are checked by `config/resume_rules.py`, reported and
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -29,7 +30,6 @@ from hpctrain.config.resume_rules import Change, changes, check, flat
 from hpctrain.config.schema import Config
 from hpctrain.core import user_code
 from hpctrain.core.errors import CheckpointError, HpctrainError
-from hpctrain.core.log import get_logger
 from hpctrain.core.text import counted
 from hpctrain.data.image_file import DataFacts, ImageFile, with_class_order
 from hpctrain.job.ownership import RunOwnership
@@ -49,7 +49,7 @@ from hpctrain.training.snapshot import Position
 
 Shared = TypeVar("Shared")
 
-_log = get_logger(__name__)
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)

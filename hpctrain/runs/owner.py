@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import logging
 import os
 import platform
 import re
@@ -32,7 +33,6 @@ from typing import Any
 
 from hpctrain.core.errors import CheckpointError, RunOwnedError
 from hpctrain.core.files import json_object, read_bytes, require_regular
-from hpctrain.core.log import get_logger
 from hpctrain.launch import processes
 from hpctrain.launch.processes import ProcessMark
 from hpctrain.launch.scheduler import SchedulerJob, own_job
@@ -133,7 +133,7 @@ _MOST_BETWEEN_LOOKS_SECONDS = 2.0
 _LINE_BYTES = 40
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV)
 
-_log = get_logger(__name__)
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,6 @@ class Owner:
 
     Args:
         token: text unique to this owner.
-        mark: unique identifier of its process.
         since: time at which it became the owner, in UTC.
         supervisor: mark of the process of `hpctrain run` that started it; "" if none did.
     """
@@ -303,11 +302,7 @@ class Contender:
 
 
 class Claim:
-    """Right of a job to write to a run, as each of its ranks knows it.
-
-    Attributes:
-        owner: contents of the job's record.
-    """
+    """Right of a job to write to a run, as each of its ranks knows it."""
 
     def __init__(self, run: Path, owner: Owner) -> None:
         self.run, self.owner = run, owner

@@ -15,6 +15,7 @@ One process writes. Nothing here communicates.
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,14 +24,13 @@ from typing import Any
 
 from hpctrain.core.errors import CheckpointError, DataError
 from hpctrain.core.files import json_object, read_bytes
-from hpctrain.core.log import get_logger
 from hpctrain.core.text import counted
 from hpctrain.storage.atomic_write import write_bytes
 
 #: maximum number of records queued in memory; the oldest ones are dropped first
 MOST_WAITING = 100_000
 
-_log = get_logger(__name__)
+_log = logging.getLogger(__name__)
 
 
 class Bookkeeping:

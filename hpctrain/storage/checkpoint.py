@@ -15,6 +15,7 @@ cannot be checked. Their files are removed after ABANDONED_SECONDS without a wri
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import os
 import re
@@ -30,7 +31,6 @@ import numpy as np
 
 from hpctrain.core.errors import CheckpointError
 from hpctrain.core.intervals import Box, relative, whole
-from hpctrain.core.log import get_logger
 from hpctrain.core.text import choices
 from hpctrain.launch import processes
 from hpctrain.storage.atomic_write import PARTIAL, not_written, partial_path, replacing, synchronise_directory, writer_of
@@ -116,7 +116,7 @@ def _last_write_seconds(path: Path) -> float:
         return math.inf
 
 
-_log = get_logger(__name__)
+_log = logging.getLogger(__name__)
 #: broken links that were logged; each is logged once
 _logged_broken_links: set[Path] = set()
 #: metadata key: number of the checkpoint among those of its run, in the order of writing, from 1

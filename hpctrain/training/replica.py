@@ -7,6 +7,7 @@ is being written.
 
 from __future__ import annotations
 
+import logging
 import zlib
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -22,7 +23,6 @@ from hpctrain.comm.base import Subject, compare
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.comm.transports import Transport
 from hpctrain.core.errors import BackendError, ConfigError, CorruptedStateError, DivergedError
-from hpctrain.core.log import get_logger
 from hpctrain.core.registry import check_types, checked_calls
 from hpctrain.core.text import counted, shortened
 from hpctrain.data.loader import Batch, BatchSource, LoaderRank
@@ -325,7 +325,7 @@ def _pieces(averager: GradientAverager) -> list[tuple[str, ...]]:
 
 
 _NO_CHECKS = CheckCadence()
-_log = get_logger(__name__)
+_log = logging.getLogger(__name__)
 # After an overflow every rank raises one error; NumPy's warnings would only precede it.
 _without_warnings = np.errstate(over="ignore", invalid="ignore", divide="ignore")
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from hpctrain.core import log as rank_log
-from hpctrain.core.log import configure, get_logger
+from hpctrain.core.log import configure
 from hpctrain.core.text import place
 
 _LINE = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3} (DEBUG|INFO|WARNING|ERROR) +(.*)")
@@ -45,10 +45,10 @@ def test_lines_wait_for_the_file_and_go_to_its_end(tmp_path: Path, capsys: pytes
     for start in range(2):  # a resume appends
         log = rank_log.begin_rank_log()
         configure(3, 8)
-        get_logger("hpctrain.some.module").debug(f"start {start}")
-        get_logger("hpctrain.some.module").info("before there is a directory")
+        logging.getLogger("hpctrain.some.module").debug(f"start {start}")
+        logging.getLogger("hpctrain.some.module").info("before there is a directory")
         log.keep_in(path)
-        get_logger("hpctrain.some.module").warning("a worry")
+        logging.getLogger("hpctrain.some.module").warning("a worry")
         rank_log.tee("Traceback\n  of several lines\n")
         rank_log.end_rank_log()
     text = path.read_text()
@@ -65,7 +65,7 @@ def test_nothing_is_kept_unless_asked_for(tmp_path: Path, capsys: pytest.Capture
     before = set(threading.enumerate())  # threads of other tests may wait for a disk that hangs
     configure(1, 2)
     rank_log.tee("an error that was printed", last=True)
-    get_logger("hpctrain").info("a detail")
+    logging.getLogger("hpctrain").info("a detail")
     assert capsys.readouterr().err == ""
     assert set(threading.enumerate()) <= before
 
@@ -76,11 +76,11 @@ def test_a_disk_that_refuses_is_reported_once_and_tried_again(tmp_path: Path, ca
     configure(2, 4)
     log.keep_in(tmp_path / "logs" / "rank-0002.log")
     for number in range(5):
-        get_logger("hpctrain").info(f"line {number}")
+        logging.getLogger("hpctrain").info(f"line {number}")
     said: list[str] = []
     assert _within(60, lambda: said.append(capsys.readouterr().err) or "cannot be written" in "".join(said))  # type: ignore[func-returns-value]
     (tmp_path / "logs").unlink()
-    get_logger("hpctrain").info("the last one")
+    logging.getLogger("hpctrain").info("the last one")
     assert _within(60, lambda: (tmp_path / "logs" / "rank-0002.log").is_file() and not log._waiting)
     texts = [text for _, text in _entries(tmp_path / "logs" / "rank-0002.log")]
     assert [text for text in texts if text.startswith("line")] == [f"line {number}" for number in range(5)]
@@ -94,7 +94,7 @@ def test_what_a_broken_disk_has_lost_is_said_at_the_end(tmp_path: Path, capsys: 
     log = rank_log.begin_rank_log()
     configure(0, 1)
     log.keep_in(tmp_path / "logs" / "rank-0000.log")
-    get_logger("hpctrain").debug("lost")
+    logging.getLogger("hpctrain").debug("lost")
     assert _within(60, lambda: log._refused)
     begin = time.monotonic()
     rank_log.end_rank_log()
@@ -131,7 +131,7 @@ def test_a_disk_that_hangs_holds_up_no_caller(
 def test_rank_0_says_all_and_others_what_matters(rank: int, capsys: pytest.CaptureFixture[str]) -> None:
     configure(rank)
     configure(rank)  # again: still one line per event
-    log = get_logger("hpctrain.some.module")
+    log = logging.getLogger("hpctrain.some.module")
     log.info("a detail")
     log.warning("a worry")
     lines = capsys.readouterr().err.splitlines()

@@ -1,6 +1,7 @@
 """Readers of stored samples: where samples lie, disks that fail, and picture files as images."""
 
 import errno
+import logging
 import os
 import zlib
 
@@ -152,7 +153,7 @@ def test_others_stand_in_for_samples_that_cannot_be_read(make_file, monkeypatch,
     file, images, labels = make_file(count=9, shape=SHAPE)
     file.pixels.policy = ReadPolicy(3, " (on node7)", AT_ONCE)
     disk = BadDisk(monkeypatch, file, bad)
-    monkeypatch.setattr(readers.get_logger("hpctrain"), "propagate", True)
+    monkeypatch.setattr(logging.getLogger("hpctrain"), "propagate", True)
     caplog.set_level("INFO", logger="hpctrain")
     instead = {}
     for sample in bad:

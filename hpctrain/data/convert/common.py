@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -20,7 +21,6 @@ import numpy as np
 
 from hpctrain.core.errors import DataError
 from hpctrain.core.files import read_bytes
-from hpctrain.core.log import get_logger
 from hpctrain.core.text import counted, escaped
 from hpctrain.data import decoding
 from hpctrain.data.decoding import Fit, decode, deep_maximum, read_picture
@@ -303,7 +303,9 @@ def measured_range(
     maxima = list(in_order(lambda item: deep_maximum(read(item), max_pixels), items, threads))
     most = max(maxima, default=0)
     if most > 0 and (bytes_only := maxima.count(0)):
-        get_logger(__name__).warning("Pictures of 8 bits among deeper ones are not scaled (%s).", counted(bytes_only, "picture"))
+        logging.getLogger(__name__).warning(
+            "Pictures of 8 bits among deeper ones are not scaled (%s).", counted(bytes_only, "picture")
+        )
     measured = range_up_to(most) if most > 0 else None
     if measured is not None and min(maxima) < 0:
         raise DataError(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import os
 from collections import Counter, defaultdict, deque
 from collections.abc import Collection, Iterator, Sequence
@@ -15,7 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpctrain.core.errors import DataError
-from hpctrain.core.log import get_logger
 from hpctrain.core.text import escaped
 from hpctrain.data.convert.common import (
     Advance,
@@ -46,7 +46,7 @@ _LOOSE = "a picture outside the class directories"
 _AGAIN = "a link to a directory above, or to one already searched"
 _UNDECODABLE = "cannot be read or decoded"
 _FOREIGN = "this format is not supported, save the picture as PNG or JPEG"
-_log = get_logger(__name__)
+_log = logging.getLogger(__name__)
 
 _Identity = tuple[int, int]  # device and inode
 

@@ -8,6 +8,7 @@ has no time.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import platform
 from bisect import bisect_left
@@ -22,7 +23,6 @@ import numpy as np
 from hpctrain.backend.onednn.binding import processor_flags
 from hpctrain.backend.operators import KernelSet
 from hpctrain.core.files import read_bytes, user_directory
-from hpctrain.core.log import get_logger
 from hpctrain.nn.compile.plan import Action, PlannedStep, StepMemory
 from hpctrain.parallel.moves import RedistributeOperator, RedistributeSpec
 from hpctrain.planner.costs.operator_work import is_move, transfer_of
@@ -113,7 +113,7 @@ def _paddings(value: Any) -> Iterator[str]:
                 yield from _paddings(getattr(value, field.name))
 
 
-_log = get_logger(__name__)
+_log = logging.getLogger(__name__)
 
 FORMAT = 1
 #: largest ratio between a size and a measured size whose rate determines its time

@@ -7,6 +7,7 @@ caches, memory and cores are as busy as in a step. The processes of `plan search
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
 import os
 import time
@@ -21,7 +22,6 @@ from hpctrain.backend.operators import KernelSet
 from hpctrain.comm.base import Communicator, raise_on_all_ranks
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.core.errors import ConfigError
-from hpctrain.core.log import get_logger
 from hpctrain.launch.threads import usable_cores
 from hpctrain.parallel.parallel_plan import Parallelism
 from hpctrain.planner.costs import machine_file
@@ -129,7 +129,7 @@ def measured(
     )
 
 
-_log = get_logger(__name__)
+_log = logging.getLogger(__name__)
 
 
 def measured_times(
