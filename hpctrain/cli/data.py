@@ -1,6 +1,6 @@
 """`hpctrain data`: fetch, convert, describe and check data files.
 
-`progress` shows the progress of a command: as a bar on a terminal, as lines in a log.
+`progress` shows the progress of a command on a terminal.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import math
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,75 +22,22 @@ from hpctrain.core.text import counted, echo, echo_block, size_text
 if TYPE_CHECKING:
     from hpctrain.data.convert.arrays import ForeignImages
     from hpctrain.data.convert.common import LeftOut
-    from hpctrain.training.progress_bar import ProgressBar
-
-
-#: minimum time between two progress lines
-LINE_SECONDS = 30.0
 
 
 @contextmanager
-def progress(
-    description: str, total: int, noun: str = "images", clock: Callable[[], float] = time.monotonic
-) -> Iterator[Callable[[int], None]]:
-    """Show on standard error the number of items done out of `total`; yield a callback that counts further items.
-
-    On a terminal this is a bar, which disappears at the end. Elsewhere it is a line every half minute.
-
-    Args:
-        noun: name of the items, in the plural.
-        clock: callback that returns the time in seconds.
-    """
+def progress(description: str, total: int, noun: str = "images") -> Iterator[Callable[[int], None]]:
+    """Show a bar on standard error, if it is a terminal, during the block; yield a callback that counts further items."""
     if not sys.stderr.isatty():
-        yield _Lines(description, total, noun, clock).advance
+        yield lambda count: None
         return
-    from rich.console import Console
+    from rich.console import Console  # loads slowly
+    from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    from hpctrain.training.progress_bar import ProgressBar  # loads rich, which takes longer than short commands
-
-    bar = ProgressBar(Console(stderr=True, soft_wrap=True, highlight=False, force_terminal=True), clock)
-    try:
-        bar.begin(description, total)
-        yield _Line(bar, description, total, noun, clock).advance
-    finally:
-        bar.close()
-
-
-class _Lines:
-    """Progress as lines of a log. Arguments: see `progress`."""
-
-    def __init__(self, description: str, total: int, noun: str, clock: Callable[[], float]) -> None:
-        self._description, self._total, self._noun, self._clock = description, total, noun, clock
-        self._done = 0
-        self._last = clock()
-
-    def advance(self, count: int) -> None:
-        """Count further items, and print a line if the previous line is old enough."""
-        self._done += count
-        if self._clock() - self._last < LINE_SECONDS:
-            return
-        self._last = self._clock()
-        share = f", {self._done / self._total:.1%}" if self._total else ""
-        echo(f"{self._description}: {self._done:,} of {self._total:,} {self._noun}{share}", err=True)
-
-
-class _Line:
-    """Progress as a bar with the rate and the remaining time. Arguments: see `progress`."""
-
-    def __init__(self, bar: ProgressBar, description: str, total: int, noun: str, clock: Callable[[], float]) -> None:
-        from hpctrain.training.progress_bar import TimeLeft
-
-        self._bar, self._description, self._noun, self._clock = bar, description, noun, clock
-        self._begin, self._done, self._left = clock(), 0, TimeLeft(0, total, clock)
-
-    def advance(self, count: int) -> None:
-        """Count further items, and update the bar."""
-        from hpctrain.core.text import duration_text
-
-        self._done += count
-        elapsed, left = self._clock() - self._begin, self._left.seconds(self._done)
-        facts = [(1, f"{self._done / elapsed:,.0f} {self._noun}/s")] if elapsed > 0 else []
-        self._bar.show(self._description, self._done, facts if left is None else [*facts, (0, f"{duration_text(left)} left")])
+    done = DownloadColumn() if noun == "bytes" else MofNCompleteColumn()
+    columns = TextColumn("{task.description}", markup=False), BarColumn(), done, TimeRemainingColumn()
+    with Progress(*columns, console=Console(stderr=True), transient=True, redirect_stdout=False) as bar:
+        task = bar.add_task(description, total=total)
+        yield lambda count: bar.advance(task, count)
 
 
 _DAMAGED = 2

@@ -182,7 +182,8 @@ def _words(panel: Panel, names: Sequence[str]) -> str:
     ends = []
     for curve in panel.curves:
         value = f"{curve.ys[-1]:.2%}" if panel.percent else f"{curve.ys[-1]:.4g}"
-        ends.append(f"{names[curve.run]}, {curve.part}: {value} at epoch {curve.xs[-1]:.4g}")
+        name = f"{names[curve.run]}, " if len(names) > 1 else ""
+        ends.append(f"{name}{curve.part}: {value} at epoch {curve.xs[-1]:.4g}")
     return f"{panel.title} over epochs. At the end: {'; '.join(ends)}."
 
 
