@@ -186,12 +186,6 @@ class Measurement:
     """Measurement of steps in one process while no other process is measured.
 
     Attributes:
-        model: name of the model.
-        backend: name of the backend.
-        description: description of the backend.
-        batch: images of a step.
-        pixels: height and width of an image.
-        threads: number of threads.
         clock: clock of operator times, GFLOP/s and the peak: "cpu" with one thread, so that other load has little effect;
             otherwise "wall".
         parameters: number of trained elements.
@@ -335,9 +329,6 @@ def compare(
 
     Return, for the engine and for each variant, the seconds per step, the peak memory, and the engine's relative speed: the
     median over rounds of the ratio of wall times.
-
-    Args:
-        python: path of a Python interpreter with PyTorch and torchvision.
 
     Raises:
         SteppingError: hpctrain's process fails, all of PyTorch's processes fail, or the networks differ.

@@ -35,14 +35,7 @@ _NO_HOOKS = StepHooks()
 
 @dataclass(frozen=True)
 class Workload:
-    """Model of the catalogue with given shapes.
-
-    Attributes:
-        model: name of the model.
-        batch: images of a step.
-        pixels: height and width of an image.
-        options: options of the model.
-    """
+    """Model of the catalogue with its options, images of a step, and height and width of an image."""
 
     model: str
     batch: int
@@ -77,10 +70,7 @@ class EngineStep:
     batches.
 
     Args:
-        task: model and shapes.
-        backend: "auto", "numpy", "onednn" or "cuda".
-        seed: seed of weights and images.
-        precision: precision of products, see `make_backend`.
+        backend, precision: see `make_backend`.
         stepwise: whether to run operator by operator, so that operators can be timed, even if the kernel set would launch whole
             passes at once.
 
@@ -248,13 +238,9 @@ def fallbacks(program: Program, *, on_host: bool = True) -> tuple[int, dict[str,
 def gemm_peak(
     size: int = 1536, repeats: int = 9, clock: Callable[[], float] = time.perf_counter, multiply: Callable = np.matmul
 ) -> float:
-    """Return the GFLOP/s of the fastest of several float32 matrix products in this process's threads.
+    """Return the GFLOP/s of the fastest of several float32 products of square matrices in this process's threads.
 
-    Args:
-        size: number of rows and columns.
-        repeats: number of products after a warm-up.
-        clock: function that returns seconds.
-        multiply: function that writes the product of the first two arrays to the third.
+    `multiply` writes the product of the first two arrays to the third.
     """
     random = np.random.default_rng(0)
     a, b = (random.standard_normal((size, size), np.float32) for _ in range(2))
@@ -275,11 +261,7 @@ def timed(step: EngineStep, steps: int) -> tuple[float, float, Sequence[float]]:
 
 
 def serve(step: EngineStep, requests: IO[str]) -> None:
-    """Run the number of steps that each input line requests, and print a `Turn` as JSON, until the input ends.
-
-    Args:
-        requests: input with one JSON object per line.
-    """
+    """Run the number of steps that each input line requests, and print a `Turn` as JSON, until the input ends."""
     for line in requests:
         before = time.process_time()
         wall, cpu, losses = timed(step, json.loads(line)["steps"])

@@ -66,13 +66,7 @@ class Turn:
 
 
 class Stepper:
-    """Process that runs steps on request, until `close`.
-
-    Args:
-        name: name for messages.
-        command: command that starts the process.
-        environment: complete environment of the process.
-        timeout_seconds: maximum duration of an answer.
+    """Process that runs steps on request, until `close`. `environment` is complete; an answer takes at most `timeout_seconds`.
 
     Attributes:
         facts: description that the process sent at its start.
@@ -270,21 +264,12 @@ class _noted:
 
 
 def ours(settings: Mapping[str, Any]) -> list[str]:
-    """Return the command of a process that runs steps of hpctrain's engine.
-
-    Args:
-        settings: model, batch, pixels, options, backend and, unless it is float32, precision.
-    """
+    """Return the command of a process that runs steps of hpctrain's engine; `settings` are those of `engine_step.main`."""
     return [sys.executable, "-m", "hpctrain.bench.engine_step", json.dumps(dict(settings))]
 
 
 def peer(python: str, settings: Mapping[str, Any]) -> list[str]:
-    """Return the command of a process that runs steps of PyTorch.
-
-    Args:
-        python: path of a Python interpreter with PyTorch.
-        settings: model, batch, pixels, threads, last, fused, compiled and, if it is wanted, autocast to bfloat16.
-    """
+    """Return the command of a process that runs steps of PyTorch with the `settings` that `torch_peer.py` names."""
     return [python, str(_PEER), json.dumps(dict(settings))]
 
 

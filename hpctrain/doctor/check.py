@@ -70,11 +70,7 @@ class FindingKind:
     remedy: str
 
     def found(self, sentence: str, fix: str = "") -> DoctorFinding:
-        """Return a finding of this kind.
-
-        Args:
-            fix: fix for this case; default: the general one.
-        """
+        """Return a finding of this kind; its fix is the general one unless another is given."""
         return DoctorFinding(self.severity, sentence, fix or self.remedy, self.key)
 
     def from_error(self, error: str) -> DoctorFinding:
@@ -95,21 +91,13 @@ def capital(text: str) -> str:
 
 
 def exit_code(findings: Iterable[DoctorFinding], *, strict: bool) -> int:
-    """Return 0 if the findings allow a training, else 2.
-
-    Args:
-        strict: whether warnings count as faults.
-    """
+    """Return 0 if the findings allow a training, else 2; with `strict`, warnings count as faults."""
     bad = (Severity.FAULT, Severity.WARNING) if strict else (Severity.FAULT,)
     return process_end.USER_ERROR if any(finding.severity in bad for finding in findings) else process_end.FINISHED
 
 
 def load_training(began: float, modules: Sequence[str] = TRAINING) -> float:
-    """Load the modules that a training imports, and return the seconds since this rank was started.
-
-    Args:
-        began: time by `time.monotonic` when this rank was started.
-    """
+    """Load the modules that a training imports, and return the seconds since `began`, by `time.monotonic`."""
     for module in modules:
         importlib.import_module(module)
     return time.monotonic() - began

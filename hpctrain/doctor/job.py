@@ -66,11 +66,7 @@ Facts = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class CheckFailure:
-    """A check that failed with an exception on a rank.
-
-    Attributes:
-        reason: type and message of the exception.
-    """
+    """A check that failed on a rank, with the type and message of the exception."""
 
     reason: str
 
@@ -226,9 +222,5 @@ class RankNotes:
         self.library = ""
 
     def phase(self, phase: str, *, concluded: bool = False) -> None:
-        """Send a note that a phase begins.
-
-        Args:
-            concluded: whether the rank has reported.
-        """
+        """Send a note that a phase begins, before or after the rank has reported."""
         self._notebook.write(Progression(phase, self.facts, self.library, self._config, concluded))
