@@ -18,7 +18,7 @@ from hpctrain.backend.numpy.operator import allocate
 from hpctrain.backend.onednn.arithmetic import OnednnArithmetic
 from hpctrain.backend.onednn.kernel_set import OnednnKernelSet
 from hpctrain.backend.operators import ALIGNMENT_BYTES, aligned
-from hpctrain.backend.specs import ITEM_BYTES, item_bytes, parameter_dtype
+from hpctrain.backend.specs import parameter_dtype
 from hpctrain.testing.operators import empty
 from hpctrain_testing.emulator.memory import borrowed, on_host
 from tests.support.emulated import CudaKernelsFactory
@@ -173,20 +173,12 @@ def test_services_have_the_same_signatures() -> None:
         assert inspect.signature(getattr(HostArithmetic, name)).parameters.keys() == inspect.signature(method).parameters.keys()
 
 
-def test_the_host_has_no_mirrors() -> None:
-    assert HostArithmetic().mirrors() is None
-
-
 def test_a_device_has_one_service(cuda_kernels: CudaKernelsFactory) -> None:
     arithmetic = cuda_kernels().arithmetic
     mirrors = arithmetic.mirrors()
     assert mirrors is not None
     assert arithmetic.mirrors() is mirrors
     assert (mirrors.copied, mirrors.pinned_bytes) == (StagedBytes(0, 0), 0)
-
-
-def test_arrays_of_the_host_need_none() -> None:
-    assert HostArithmetic().messages() is None
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -211,11 +203,6 @@ def test_devices_are_distinguished(cuda_kernels: CudaKernelsFactory) -> None:
     assert second is not None
     assert first.identity != second.identity
     assert first.group_fault() is None
-
-
-@pytest.mark.parametrize("dtype", sorted(set(ITEM_BYTES) - {"bfloat16"}))
-def test_sizes_are_those_of_numpy(dtype: str) -> None:
-    assert item_bytes(dtype) == np.dtype(dtype).itemsize
 
 
 @pytest.mark.parametrize(("dtype", "parameters"), [("float64", "float64"), ("float32", "float32"), ("bfloat16", "float32")])

@@ -647,7 +647,3 @@ def test_a_communicator_that_forwards_forwards_all_of_the_protocol() -> None:
         assert getattr(plain, method)(*values) == result
         expected = ("wrapped", result) if method.startswith("split") else result
         assert getattr(wrapping, method)(*values) == expected
-
-
-def test_a_split_that_leaves_a_rank_out_wraps_nothing() -> None:
-    assert _Wrapping(SingleCommunicator()).split(None, 0, "none") is None

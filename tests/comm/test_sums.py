@@ -418,10 +418,6 @@ def test_buffers_are_made_once() -> None:
         assert first == last > 0
 
 
-def test_one_rank_needs_no_sums() -> None:
-    assert tree_sums_over(SingleCommunicator(), ShardsOfRank(0, 1, 8), allreduces=True) is None
-
-
 def _reach_mpi(comm: Communicator, arithmetic: Arithmetic) -> Communicator:
     return over_mpi(ViewingCommunicator(comm), arithmetic)
 

@@ -315,11 +315,6 @@ def test_samples_are_contiguous(sizes, first, data):
         assert extents.sizes(some).tolist() == [expected[sample] for sample in some]
 
 
-def test_nothing_has_no_extent():
-    assert Extents(7, 0, 3).size_bytes == 0
-    assert list(Extents(7, 0, 3).samples_of(0, 10)) == []
-
-
 def damage(path, sample, keeps_sum=False):
     """Change a byte in the middle of a sample's picture file; keeps_sum: and its checksum with it."""
     reader = ImageFile.open(path).pixels

@@ -15,10 +15,8 @@ from hpctrain.flight.autopsy import (
     autopsy_json,
     explanation,
     latest_seconds,
-    named,
     newest,
     place,
-    posted_at,
     rank_table,
     records_in,
     silence,
@@ -186,11 +184,6 @@ def test_a_rank_that_is_killed_after_a_deadline_is_not_the_cause() -> None:
 )
 def test_a_place(phase: str, step: int, text: str) -> None:
     assert place(record(0, phase=phase, step=step)) == text
-
-
-def test_ranks_and_lines() -> None:
-    assert (named([4]), named([5, 0, 1])) == ("rank 4", "ranks 0-1, 5")
-    assert (posted_at(operation(1, "x")), posted_at(operation(1, "x", line="a.py:7"))) == ("", " (a.py:7)")
 
 
 @pytest.mark.parametrize(

@@ -252,13 +252,6 @@ def test_characters_that_the_encoding_of_an_output_lacks_are_escapes() -> None:
     assert (done.returncode, done.stdout) == (0, "caf\\xe9\n"), done.stderr
 
 
-def test_what_can_be_written_is(tmp_path: Path) -> None:
-    descriptor = os.open(tmp_path / "out", os.O_WRONLY | os.O_CREAT)
-    assert ForgivingFile(descriptor).write(b"words") == 5
-    os.close(descriptor)
-    assert (tmp_path / "out").read_bytes() == b"words"
-
-
 @pytest.mark.parametrize("descriptor", [1, 2])
 @pytest.mark.parametrize("number", [errno.EPIPE, errno.ENOSPC, errno.EIO, errno.EBADF, errno.ECONNRESET])
 def test_no_failure_of_a_write_is_an_error_of_a_run(
@@ -503,11 +496,6 @@ def test_a_folder_that_others_can_write_in_is_not_trusted(tmp_path: Path) -> Non
     _folder(tmp_path).chmod(0o777)
     assert remove_stale(tmp_path) == Removed()
     assert (tmp_path / "a").exists()
-
-
-def test_words() -> None:
-    assert str(Removed(1, 2_118_784)) == "removed 1 segment of shared memory (2.12 MB) left here by killed jobs of yours"
-    assert "removed 2 segments" in str(Removed(2, 1))
 
 
 def test_a_job_removes_what_the_one_before_has_left(job: Callable[..., Outcome], folder: Path) -> None:

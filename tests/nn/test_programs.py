@@ -400,7 +400,3 @@ def _all(slices: dict[str, list[int]]) -> set[int]:
 def test_without_messages_a_pass_is_one_span(program: tuple[Needs, dict[str, list[int]]]) -> None:
     actions, _ = program
     assert forward_spans(actions, {}) == backward_spans(actions, {}) == [range(len(actions))]
-
-
-def test_an_empty_pass_has_no_span() -> None:
-    assert forward_spans([], {}) == backward_spans([], {}) == []

@@ -386,10 +386,6 @@ def test_what_a_living_process_writes_stays(tmp_path: Path) -> None:
         assert set(tmp_path.iterdir()) == {files["own"], files["living"], shards}
 
 
-def test_a_missing_directory_has_no_leftovers(tmp_path: Path) -> None:
-    assert remove_left(tmp_path / "absent") == []
-
-
 @pytest.fixture
 def said(caplog, monkeypatch):
     """The sentences so far."""

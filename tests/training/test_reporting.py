@@ -357,10 +357,6 @@ def test_means_weigh_samples_not_steps() -> None:
     assert sums.means() == {"loss": 7 / 4, "top1": 2 / 4, "top5": 4 / 4}
 
 
-def test_no_sample_has_no_mean() -> None:
-    assert all(math.isnan(value) for value in RunningSums().means().values())
-
-
 def test_the_rate_counts_from_the_restart() -> None:
     now = [10.0]
     rate = Rate(lambda: now[0])

@@ -10,7 +10,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from hpctrain.averaging.base import GradientAverager, PlannedGroup, Strategy, check_at_least_one, words_of_sizes
+from hpctrain.averaging.base import GradientAverager, PlannedGroup, Strategy, check_at_least_one
 from hpctrain.averaging.collective_schedule import CollectiveSchedule, OperationKind, Stream
 from hpctrain.averaging.link_simulation import SliceTraffic, Times, Urgency
 from hpctrain.averaging.slicing import Compression
@@ -83,11 +83,6 @@ def test_counts_are_at_least_one() -> None:
     with pytest.raises(OptionError, match=r"^window is 0, but must be at least 1\.$") as caught:
         check_at_least_one(bucket_bytes=5, window=0)
     assert caught.value.option == "window"
-
-
-def test_sizes_by_rule_add_no_words() -> None:
-    assert words_of_sizes("rule") == ""
-    assert words_of_sizes("measured") == ", sizes measured"
 
 
 OPTIMIZERS: list[Callable[[], Optimizer]] = [
