@@ -37,7 +37,6 @@ from tests.support.averaging import (
     one_step,
     planned,
     run_steps,
-    shares,
 )
 
 STEPS = 9  # each number of samples three times
@@ -264,16 +263,6 @@ def test_gradients_and_parameters_cross_between_nodes_once(strategy: str) -> Non
     assert sum(flat) == 0
 
 
-def test_a_step_gathers_inputs_and_errors_by_the_samples_of_the_new_order() -> None:
-    """Ranks with unlike samples, so that counts in the wrong order would not fit."""
-    nodes, strategy = (0, 0, 1, 1), "sharded, exchange"
-    assert len(set(shares(2, len(nodes)))) == 1
-    assert len(set(shares(0, len(nodes)))) > 1
-    (alone,) = _run_on_nodes("blocking", "sgd", None, 1, steps=1)
-    for data in _run_on_nodes(strategy, "sgd", nodes, len(nodes), steps=1):
-        np.testing.assert_allclose(data, alone, rtol=1e-12, atol=1e-12)
-
-
 def test_the_exchange_pays_by_nodes_not_by_ranks() -> None:
     """K/P becomes K/N in the rule: what crosses a node's link decides."""
 
@@ -352,17 +341,6 @@ def test_every_rank_gets_the_same_whole_state(strategy: str) -> None:
         assert first.shape == (parameter.size,)
         for _, state in results[1:]:
             np.testing.assert_array_equal(state[name]["momentum"], first)
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 4, 7])
-@pytest.mark.parametrize("strategy", ["sharded", "priority"])
-def test_owners_share_all_elements_out(strategy: str, ranks: int) -> None:
-    def program(comm: ThreadCommunicator) -> list[tuple[int, int]]:
-        averager = make(strategy, "momentum", comm, virtual_engine(comm))
-        return [(segment.start, segment.stop) for segment in averager.owned()]
-
-    covered = sorted(span for spans in run_virtual(ranks, program) for span in spans)
-    assert [i for begin, end in covered for i in range(begin, end)] == list(range(make_group().size))
 
 
 @pytest.mark.sample(2)

@@ -255,27 +255,6 @@ def test_positions_are_all_above_and_a_window_of_the_band(dtype: str) -> None:
                 assert passes.positions(values.view(passes.unsigned), choice, short) is None
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_messages_and_residual_are_the_sum_of_the_gradients(dtype: str) -> None:
-    numbers = np.random.default_rng(1)
-    compressor, residual = TopK(500, dtype, 5), np.zeros(500, dtype)
-    message = np.empty(compressor.message_size, np.uint8)
-    received, total = np.zeros(500, dtype), np.zeros(500, dtype)
-    for step in range(50):
-        gradient = numbers.integers(-1000, 1000, 500).astype(dtype)  # sums of them are exact
-        total += gradient
-        residual += gradient
-        corrected = residual.copy()
-        compressor.begin_step(step)
-        compressor.compress(residual, message)
-        compressor.subtract_from(message, residual)
-        compressor.decompress(message, sent := np.empty(500, dtype))
-        np.testing.assert_array_equal(residual + sent, corrected)
-        received += sent
-    assert residual.any()
-    np.testing.assert_array_equal(received + residual, total)
-
-
 @pytest.mark.usefixtures("small_selections")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_common_magnitude_is_one_that_many_of_a_sample_have(dtype: str) -> None:

@@ -119,13 +119,6 @@ def test_any_number_of_ranks_is_equally_lazy(optimizer: str, check_every: int) -
             assert np.linalg.norm(data - alone) <= 1e-10 * np.linalg.norm(alone)
 
 
-def test_lazy_averaging_differs_from_blocking_unless_every_step_averages() -> None:
-    ((lazy, _),) = _run(1, None, "sgd", 20, check_every=1)
-    ((eager, interval),) = _run(1, None, "sgd", 20, max_interval=1)
-    assert interval == 1
-    assert np.linalg.norm(lazy - eager) > 1e-6
-
-
 # -- what travels --------------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("check_every", [1, 100])
 def test_lazy_layers_stand_still_between_averagings_and_send_nothing(check_every: int) -> None:

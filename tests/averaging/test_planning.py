@@ -21,7 +21,6 @@ from hpctrain.averaging.link_simulation import (
     over_ranks,
     reductions_first,
     two_stream_order,
-    upper_medians,
 )
 from hpctrain.averaging.sixteen_bits import Rounding
 from hpctrain.averaging.slicing import (
@@ -455,11 +454,6 @@ def test_unknown_times_follow_backward() -> None:
     assert min(times.free.values()) > max(times.ready.values())
 
 
-def test_an_array_brings_back_what_is_known() -> None:
-    names = ("a", "b", "c")
-    assert Times.from_array(names, TIMES.to_array(names)) == TIMES
-
-
 def test_late_times_are_shifted_by_the_longest_gap() -> None:
     assert TIMES.longest_gap() == 2.0
     assert TIMES.late() == Times({"b": 6.0, "a": 8.0, "c": 8.5}, {"b": 6.5, "a": 10.0, "c": 10.0}, TIMES.needed, 8.0)
@@ -467,14 +461,6 @@ def test_late_times_are_shifted_by_the_longest_gap() -> None:
 
 def test_the_program_looks_where_work_for_a_parameter_ends() -> None:
     assert TIMES.looks() == [4.0, 4.5, 6.0, 6.5, 8.0, 10.0]
-
-
-@pytest.mark.parametrize(
-    ("by_rank", "expected"),
-    [([1.0], 1.0), ([1.0, 3.0], 3.0), ([1.0, 90.0, 2.0], 2.0), ([np.nan, 5.0, 4.0], 5.0)],
-)
-def test_the_later_one_of_two_ranks_and_the_usual_one_of_many(by_rank: list[float], expected: float) -> None:
-    np.testing.assert_array_equal(upper_medians(np.array(by_rank)[:, np.newaxis]), [expected])
 
 
 class Hand:
@@ -551,15 +537,3 @@ def test_a_typical_rank_has_the_upper_median_of_each_event(ranks: int, seed: int
         known = {name: [times[name] for times in by_rank if name in times] for name in NAMES}
         assert getattr(results[0], kind) == {name: _upper_median(values) for name, values in known.items() if values}
     assert results[0].end_seconds == _upper_median([times.end_seconds for times in everyone])
-
-
-def test_of_two_ranks_the_later_one_counts_and_of_three_no_odd_one() -> None:
-    """A collective starts when all have posted it; a disturbed rank decides nothing where there are others to ask."""
-    usual, odd = Times({"a": 1.0}, {"a": 2.0}, {"a": 0.5}, 3.0), Times({"a": 9.0}, {"a": 9.5}, {"a": 9.0}, 10.0)
-    quick = Times({"a": 0.1}, {"a": 0.1}, {"a": 0.1}, 0.1)
-    for of_ranks, expected in (([usual, odd], odd), ([odd, usual, usual], usual), ([quick, usual, usual], usual)):
-
-        def program(comm: ThreadCommunicator, of_ranks: list[Times] = of_ranks) -> Times:
-            return over_ranks(of_ranks[comm.rank], ("a",), comm, virtual_engine(comm))
-
-        assert run_virtual(len(of_ranks), program) == [expected] * len(of_ranks)

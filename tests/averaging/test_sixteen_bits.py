@@ -31,7 +31,6 @@ from hpctrain.comm.base import Communicator
 from hpctrain.comm.sums import Wire
 from hpctrain.core.errors import OptionError
 from hpctrain.nn.parameter import FlatGroup, ParameterSpec
-from hpctrain.optim.base import Norms
 from hpctrain.optim.optimizers import Sgd
 from hpctrain.planner.program.group_schedules import GroupSchedule
 from hpctrain_testing.virtual.communicator import ThreadCommunicator
@@ -399,26 +398,5 @@ def test_what_is_not_finite_is_not_hidden() -> None:
         assert parameters.state(segment.part(0, 0))[PARAMETER_ERROR].size == 0
         parameters.restore(0)
         assert group.data[3] == (2 + 2**-20 if comm.rank else 2)
-
-    run_virtual(2, program)
-
-
-def test_norms_are_those_of_exact_values() -> None:
-    def program(comm: ThreadCommunicator) -> None:
-        group = FlatGroup({"w": ParameterSpec((9,), lambda _, shape: np.zeros(shape))})
-        exact = np.random.default_rng(0).standard_normal(9).astype(np.float32)
-        group.data[...], group.grad[...] = exact, 2 * exact
-        cast = caster("float16")
-        assert cast is not None
-        piece = Slice("w", 0, 9, 0, ("w",))
-        own = group.segment("w").part(*piece.part(comm.rank, 2))
-        parameters = RoundedParameters(group, [piece], [[own]], comm.rank, 2, cast)
-        wait(parameters.gather(0, comm))
-        assert (group.data != exact).any()
-        norms, expected = Norms(group), Norms(group)
-        parameters.add_squares(norms, 0, [own])
-        group.data[...] = exact
-        expected.add_partial(group, [own])
-        np.testing.assert_array_equal(norms.squares, expected.squares)
 
     run_virtual(2, program)

@@ -411,43 +411,6 @@ def test_residuals_and_sums_are_all_gradients(nodes: int, warmup: int) -> None:
         assert chosen == ([20, 12, 7, 4, 4, 4] if warmup else [4] * 6)
 
 
-@pytest.mark.parametrize("masking", [False, True])
-def test_momentum_is_added_up_before_the_choice(masking: bool) -> None:
-    """u := m u + g, v := v + u; sent are the largest of v, and u is zeroed there with masking."""
-    settings = SparseSettings(0.1, 0.1, 0, 0.5, masking)
-
-    def program(comm: ThreadCommunicator) -> None:
-        part, random = _part(comm, settings), np.random.default_rng(comm.rank)
-        u, v = np.zeros(SIZE), np.zeros(SIZE)
-        for step in range(5):
-            new = random.standard_normal(SIZE)
-            u = 0.5 * u + new
-            v = v + u
-            sent = np.argsort(-np.abs(v))[:4]
-            v[sent] = 0.0
-            if masking:
-                u[sent] = 0.0
-            wait(part.send(new, step))
-            np.testing.assert_array_equal(part.velocity, u)
-            np.testing.assert_array_equal(part.residual, v)
-
-    run_virtual(2, program)
-
-
-def test_what_is_not_finite_is_sent_first() -> None:
-    def program(comm: ThreadCommunicator) -> np.ndarray:
-        part, gradient = _part(comm, SparseSettings(0.1, 0.1, 0)), np.arange(SIZE, dtype=np.float64)
-        if comm.rank == 1:
-            gradient[5], gradient[7] = np.nan, -np.inf
-        wait(part.send(gradient, 0))
-        result = np.empty(SIZE)
-        part.receive(result)
-        return result
-
-    for result in run_virtual(3, program):
-        assert np.flatnonzero(~np.isfinite(result)).tolist() == [5, 7]
-
-
 D = 10_000_000
 
 #: 200 Mb/s and 100 us

@@ -121,15 +121,3 @@ def test_uniform_numbers_are_uniform_and_below_one(dtype):
     chi_square = ((counts - x.size / 16) ** 2 / (x.size / 16)).sum()
     assert chi_square < 45  # 15 degrees of freedom: exceeded once in 13,000 keys
     assert abs(np.corrcoef(x[:, 0], x[:, 1])[0, 1]) < 0.5
-
-
-def test_streams_differ_by_every_part():
-    draws = [cr.words(cr.key(*parts), [0], range(4)).tobytes() for parts in ((1, 2), (2, 1), (1, 3), ("1", 2))]
-    assert len(set(draws)) == 4
-
-
-def test_nothing_is_drawn_for_nothing():
-    stream = cr.key("empty")
-    assert cr.keep_mask(stream, [], range(5), 0.5).shape == (0, 5)
-    assert cr.keep_mask(stream, [1, 2], range(0), 0.5).shape == (2, 0)
-    assert cr.uniform(stream, [1], np.zeros(0, np.int64)).shape == (1, 0)

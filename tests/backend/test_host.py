@@ -11,14 +11,9 @@ from hypothesis import strategies as st
 
 from hpctrain.backend import host_arithmetic
 from hpctrain.backend.arithmetic import Arithmetic, Corrections, MomentRule, StagedBytes, UpdateRun
-from hpctrain.backend.cuda.kernel_set import CudaKernelSet
 from hpctrain.backend.host_arithmetic import HostArithmetic, HostWordSums, all_finite
-from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
 from hpctrain.backend.numpy.operator import allocate
-from hpctrain.backend.onednn.arithmetic import OnednnArithmetic
-from hpctrain.backend.onednn.kernel_set import OnednnKernelSet
 from hpctrain.backend.operators import ALIGNMENT_BYTES, aligned
-from hpctrain.backend.specs import parameter_dtype
 from hpctrain.testing.operators import empty
 from hpctrain_testing.emulator.memory import borrowed, on_host
 from tests.support.emulated import CudaKernelsFactory
@@ -160,14 +155,6 @@ def test_no_arrays_have_no_sums() -> None:
     assert HostWordSums([]).fetch_changed().result().shape == (0,)
 
 
-def test_the_sets_of_the_cpu_have_the_arithmetic_of_the_host() -> None:
-    assert NumpyKernelSet.arithmetic.on_host
-    assert OnednnArithmetic.on_host
-    for kernels in (NumpyKernelSet, OnednnKernelSet):
-        assert (kernels.alignment_bytes, kernels.shadow_dtype) == (64, None)
-    assert CudaKernelSet.alignment_bytes == 256
-
-
 def test_services_have_the_same_signatures() -> None:
     for name, method in inspect.getmembers(Arithmetic, inspect.isfunction):
         assert inspect.signature(getattr(HostArithmetic, name)).parameters.keys() == inspect.signature(method).parameters.keys()
@@ -203,11 +190,6 @@ def test_devices_are_distinguished(cuda_kernels: CudaKernelsFactory) -> None:
     assert second is not None
     assert first.identity != second.identity
     assert first.group_fault() is None
-
-
-@pytest.mark.parametrize(("dtype", "parameters"), [("float64", "float64"), ("float32", "float32"), ("bfloat16", "float32")])
-def test_parameters_are_float32_at_least(dtype: str, parameters: str) -> None:
-    assert parameter_dtype(dtype) == parameters
 
 
 @given(st.integers(0, 1 << 40))

@@ -10,7 +10,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from hpctrain.averaging.base import GradientAverager, PlannedGroup, Strategy, check_at_least_one
+from hpctrain.averaging.base import GradientAverager, PlannedGroup, Strategy
 from hpctrain.averaging.collective_schedule import CollectiveSchedule, OperationKind, Stream
 from hpctrain.averaging.link_simulation import SliceTraffic, Times, Urgency
 from hpctrain.averaging.slicing import Compression
@@ -78,13 +78,6 @@ def test_values_below_one_are_refused(options: type, option: str) -> None:
     assert caught.value.option == option
 
 
-def test_counts_are_at_least_one() -> None:
-    check_at_least_one(window=1, bucket_bytes=None)
-    with pytest.raises(OptionError, match=r"^window is 0, but must be at least 1\.$") as caught:
-        check_at_least_one(bucket_bytes=5, window=0)
-    assert caught.value.option == "window"
-
-
 OPTIMIZERS: list[Callable[[], Optimizer]] = [
     lambda: Sgd(momentum=0.9, weight_decay=1e-2),
     lambda: Sgd(momentum=0.5, nesterov=True, clip_norm=0.3),
@@ -146,20 +139,6 @@ def test_blocking_is_the_optimiser_on_the_sum_of_gradients(make: Callable[[], Op
         np.testing.assert_allclose(result, expected, rtol=1e-11, atol=1e-13)
 
 
-def test_every_rank_owns_and_keeps_everything() -> None:
-    comm = SingleCommunicator()
-    group = _group("float32")
-    averager = averaged(Blocking, group, Sgd(), comm, ProgressEngine(rank=0, deadline_seconds=5, abort=comm.abort))
-    assert averager.owned() == group.segments
-    _train(averager, 0)
-    for parameter in group.parameters.values():
-        state = {name: values.copy() for name, values in averager.full_state(parameter).items()}
-        assert all(values.shape == (parameter.data.size,) for values in state.values())
-        averager.load_state(parameter, {name: values + 1 for name, values in state.items()})
-        for name, values in averager.full_state(parameter).items():
-            np.testing.assert_array_equal(values, state[name] + 1)
-
-
 def test_parameters_stand_still_until_backward_has_ended() -> None:
     comm = SingleCommunicator()
     group = _group("float32")
@@ -192,16 +171,6 @@ def test_a_blocking_step_posts_one_allreduce_and_waits_for_all_of_it(ranks: int)
         assert list(counters) == [("world", "iallreduce")]
         assert counters.total().operations == 3
         assert waited_seconds == pytest.approx(6 * link.reduce_scatter_seconds(8 * size, ranks))
-
-
-@pytest.mark.parametrize("bucket_bytes", [1, 100, 1 << 20])
-def test_all_buckets_but_the_first_have_the_least_size(bucket_bytes: int) -> None:
-    group = make_group()
-    schedule = planned(Bucketed, group, 3, bucket_bytes=bucket_bytes).plan(None)
-    assert schedule is not None
-    least = max(1, bucket_bytes // group.item_bytes)
-    assert all(piece.size >= least for piece in schedule.slices[1:])
-    assert sum(piece.size for piece in schedule.slices) == group.size
 
 
 def test_each_parameter_has_a_message_of_its_own() -> None:
