@@ -13,7 +13,7 @@ import pytest
 
 from hpctrain.averaging.base import GradientAverager, Strategy, for_holders
 from hpctrain.averaging.collective_schedule import CollectiveSchedule, OperationKind
-from hpctrain.averaging.slicing import RULE_LINK, Compression
+from hpctrain.averaging.slicing import Compression
 from hpctrain.averaging.strategies.sharded import Sharded
 from hpctrain.averaging.strategies.sparse import (
     SELECTION_SECONDS,
@@ -21,7 +21,6 @@ from hpctrain.averaging.strategies.sparse import (
     Sparse,
     SparsePart,
     SparseSettings,
-    crossover_density,
     sparse_pays,
 )
 from hpctrain.averaging.top_k import Selection, TopK
@@ -423,20 +422,8 @@ def test_the_crossover_by_bytes_alone_is_the_papers_rule(nodes: int, item_bytes:
     """rho < 2 b_v / (m (b_v + b_i)): below 1 / m for float32."""
     part, link = PartOnLink(D, nodes, item_bytes), LinkModel(0.0, 1e-9)
     expected = 2 * item_bytes / (nodes * (item_bytes + 4))
-    assert crossover_density(part, link) == pytest.approx(expected)
     assert sparse_pays(part, link, int(D * expected * 0.999))
     assert not sparse_pays(part, link, math.ceil(D * expected * 1.001))
-
-
-@pytest.mark.parametrize("seconds", [0.0, SELECTION_SECONDS])
-@pytest.mark.parametrize("link", [SLOW, RULE_LINK, LinkModel(1e-3, 1e-8)], ids=str)
-@pytest.mark.parametrize("elements", [1000, D])
-def test_the_choice_turns_at_the_crossover_density(elements: int, link: LinkModel, seconds: float) -> None:
-    part = PartOnLink(elements, 4, 4, seconds)
-    density = crossover_density(part, link)
-    below, above = math.floor(density * elements) - 1, math.ceil(density * elements) + 1
-    assert not sparse_pays(part, link, max(above, 0))
-    assert below < 0 or sparse_pays(part, link, below)
 
 
 def test_ends_of_the_range() -> None:

@@ -91,13 +91,6 @@ def sparse_pays(part: PartOnLink, link: LinkModel, kept: int) -> bool:
     return part.nodes > 1 and part.sparse_seconds(link, kept) < part.dense_seconds(link)
 
 
-def crossover_density(part: PartOnLink, link: LinkModel) -> float:
-    """Return the share of elements below which compression pays; 0 or less if it never does."""
-    others = part.nodes - 1
-    spare = part.dense_seconds(link) - part.elements * part.selection_seconds - others * link.alpha_seconds
-    return spare / (others * part.pair_bytes * link.beta_seconds_per_byte * part.elements)
-
-
 @dataclass(frozen=True)
 class SparseSettings:
     """Options of `sparse` that do not affect the schedule.
