@@ -142,7 +142,6 @@ class Agreement:
 
     Attributes:
         schedule: the operations of a step; None for a strategy without a schedule.
-        streams: the strategy's communicators by stream.
         link: the measured link; None if the strategy does not need it.
         sums: sums of gradients over the group's ranks, in 16 bits or in a fixed order; None: sums of the stream's communicator.
     """
@@ -213,7 +212,6 @@ class GradientAverager(ABC):
         """Begin a step.
 
         Args:
-            lr: learning rate of the step's update.
             counts: number of samples of the step on each rank of `comm`.
         """
 
@@ -527,9 +525,6 @@ class Strategy(ABC):
         """Return the schedule of each kind of step, with the number of such steps in a cycle, for predictions.
 
         All groups of a network have cycles of the same kinds. By default, all steps post the operations of `schedule`.
-
-        Args:
-            schedule: schedule of a step that posts all operations.
         """
         return ((1, schedule),)
 
@@ -556,7 +551,6 @@ class Strategy(ABC):
 
         Args:
             comm: communicator of all ranks that hold a part of the network.
-            members: number of parameter groups of the network.
         """
         return None
 

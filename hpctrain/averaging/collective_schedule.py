@@ -84,7 +84,6 @@ class CollectiveSchedule:
     Attributes:
         request: text with the strategy, options and parameters for which the schedule was made. A stored schedule is reused only
             for the same request.
-        ranks: number P of ranks.
         operations: operations in posting order.
         window: maximum number of operations in flight per stream; None: no limit.
         timed: whether the order follows from measured times; it is then not measured again.

@@ -170,7 +170,6 @@ def over_ranks(times: Times, names: Sequence[str], comm: Communicator, progress:
     """Return the times of a typical rank (`upper_medians`) from those of all ranks. Collective; the same bits on every rank.
 
     Args:
-        times: times measured on this rank.
         names: names of the parameters, the same on every rank.
         comm: communicator of the ranks that use the same order; no other operation may be in progress on it.
     """

@@ -338,7 +338,6 @@ class ReduceScatterAverager(GradientAverager):
     A subclass may leave slices out of a step (`left_out_slices`), or use other operations.
 
     Args:
-        agreement: schedule, communicators and sums that the ranks have agreed on.
         exchanging: weight -> biases of the linear layers that exchange inputs and errors.
         nominal_batch: samples of a step over all ranks.
         order: ranks of `comm` in the rank order of the streams' communicators; None: the order of `comm`.

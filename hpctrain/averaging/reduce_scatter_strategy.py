@@ -243,7 +243,6 @@ def operations_in_order(
     they are needed, between reductions and gathers.
 
     Args:
-        slices: slices of the parameters.
         sent: pairs (slice, whether this is its gather) in order.
         gathers: stream of the gathers. All other operations are on the stream of gradients, except norms of some slices, which
             have a separate stream.

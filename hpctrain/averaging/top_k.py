@@ -151,8 +151,6 @@ class Selection:
         """Mark the chosen elements of a block in the mask.
 
         Args:
-            magnitudes: magnitudes of the block.
-            band: choice of elements.
             seen: number of elements of the band in earlier blocks.
 
         Returns:

@@ -136,8 +136,6 @@ class Optimizer(metaclass=CheckedArguments):
         """Update the data of `segments` from their gradients, which may be overwritten.
 
         Args:
-            segments: bound segments.
-            lr: learning rate.
             norms: complete norms; None if `needs_norms` is false.
         """
 
@@ -248,7 +246,6 @@ class UpdateCounts:
     Steps are counted when they begin, and updates of an owned segment when they are made, which may be in a later step.
 
     Args:
-        group: parameters.
         owned: segments of this rank. Each update must cover one of them exactly.
     """
 

@@ -66,7 +66,6 @@ class GuardedOptimizer(ForwardingOptimizer):
     """`inner` with timed updates. After `watch`, it also detects changes of its arrays that no update made.
 
     Args:
-        inner: optimiser that computes the updates.
         progress: engine that accounts for the time of each update, and records it if the engine traces; None: updates are not
             timed.
     """

@@ -105,7 +105,6 @@ class GridGroups:
         messages: communicator of the same ranks for the step's small message.
         split_size: size Pr of this rank's split group.
         split_rank: rank r of this rank in its split group.
-        position: position of this rank.
         gradients: communicator that averages each parameter group ("all", and "model" if layers are split), by name.
         nodes: node of each rank that averages a parameter group, by name.
         norms: communicator of all ranks for norms over several parameter groups.

@@ -37,7 +37,6 @@ class Layout:
     """The elements of a tensor that each rank of the split group holds.
 
     Attributes:
-        kind: kind of the split.
         shape: shape of the tensor for all samples of the group.
         boxes: box of each rank.
     """

@@ -46,7 +46,6 @@ class SplitGroup:
 
     Args:
         comm: communicator reserved for these exchanges.
-        progress: engine of the process.
         arithmetic: arithmetic of the exchanged arrays; default: the host's.
 
     Attributes:
@@ -243,7 +242,6 @@ class TransferRunner:
 
     Args:
         transfer: this rank's share of the move.
-        group: split group.
         arithmetic, dtype: arithmetic and dtype of both tensors.
         purpose: name in messages and traces.
     """

@@ -112,7 +112,6 @@ def partition_graph(graph: Graph, plan: ParallelPlan, counts: Sequence[int]) -> 
 
     Args:
         graph: model lowered at all samples of the split group.
-        plan: use of each layer.
         counts: number of samples of each rank.
 
     Raises:

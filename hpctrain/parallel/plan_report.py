@@ -69,7 +69,6 @@ class LayerReport:
 
     Attributes:
         operation: kind of operation and its window.
-        use: use of the layer.
         kind: kind of the output's layout.
         shape: shape of the output for the samples of the first split group.
         owns: each position's box of its group's output.
@@ -203,7 +202,6 @@ def report_plan(
 
     Args:
         graph_of: function that returns the model lowered for a number of samples.
-        plan: use of each layer.
         counts: number of samples of each position in a step.
         parameters: whole shapes of the parameters by full name.
         kernels: kernel set whose memory is planned as in a program; None: the report has no memory.

@@ -44,10 +44,6 @@ class GridDistribution:
     """Distribution of a model over a split group by a parallel plan.
 
     The operators are collective over the group; lowering graphs is not.
-
-    Args:
-        plan: use of each layer.
-        group: this rank's split group.
     """
 
     def __init__(self, plan: ParallelPlan, group: SplitGroup) -> None:
@@ -124,12 +120,9 @@ def make_network(
     """Return this rank's part of a model on a grid. Not collective.
 
     Args:
-        model: root layer.
         image_shape: (H, W, C) of one sample.
         plan: use of each layer on the grid; needed if ranks share samples.
         dtype: "float32" or "float64".
-        seed: seed of the initial values.
-        frozen: name patterns of the layers that are not trained.
 
     Raises:
         ShapeError: the layers do not fit each other or the image.

@@ -91,10 +91,7 @@ def shard(node: Node, inputs: Sequence[Layout], output: Shape, use: Parallelism,
     If a use has no rule for an operation, the operation runs on whole samples, which is always possible.
 
     Args:
-        node: operation.
-        inputs: layouts of its inputs.
         output: shape of the whole output.
-        use: use of the layer.
         context: samples and tiles of the split group.
     """
     images = len(inputs[0].shape) == 4

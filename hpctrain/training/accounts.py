@@ -45,7 +45,6 @@ class Observer:
         """Handle the start of a step. Local.
 
         Args:
-            batch: this rank's samples of the step.
             whole: whether the batch has the configured size, and the images have the network's size.
         """
 
@@ -87,7 +86,6 @@ class DataWait:
     """Durations of steps and of waits for data, summed over steps of one rank.
 
     Attributes:
-        steps: number of steps.
         seconds: time from the request for a batch to the end of its step.
         waited_seconds: time from the request for a batch to its arrival.
     """

@@ -67,7 +67,6 @@ class ConfusionMatrix:
     """Nonzero cells of a confusion matrix, sorted by label, then by prediction.
 
     Attributes:
-        classes: number of classes of the model.
         labels: label of each cell, (cells,) int64.
         predictions: prediction of each cell, (cells,) int64; `classes` stands for outputs with NaN, which predict no class.
         counts: number of samples of each cell, (cells,) int64.
@@ -119,11 +118,7 @@ class ConfusionMatrix:
 
 
 class ConfusionCounts:
-    """Counts of a confusion matrix over the samples that one rank has evaluated.
-
-    Args:
-        classes: number of classes of the model.
-    """
+    """Counts of a confusion matrix over the samples that one rank has evaluated."""
 
     def __init__(self, classes: int) -> None:
         self.classes = classes
@@ -251,7 +246,6 @@ def evaluate(
         network: this rank's copy of the network, with all parameters up to date (drained).
         loader: this rank's share of the samples, in order.
         comm: all ranks.
-        progress: progress engine of the process.
         mirrored: source of the mirror images of the same samples, for the mean of both probabilities (see `log_probabilities`);
             None: no mirror images.
         confusion: empty counts, to which this rank's samples are added.
@@ -374,7 +368,6 @@ def predict(
         network: this rank's copy of the network, with all parameters up to date.
         loader: this rank's share of the samples, in order.
         comm: all ranks, in the order of their positions.
-        progress: progress engine of the process.
         top: number of classes per sample, K; at most the number of classes of the model.
         mirrored: source of the mirror images of the same samples, for the mean of both probabilities; None: no mirror images.
     """

@@ -42,7 +42,6 @@ class LayerFault:
     Attributes:
         order: index of the layer in forward order.
         held: kind of the value.
-        layer: name of the layer.
     """
 
     order: int

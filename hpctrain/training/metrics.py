@@ -59,7 +59,6 @@ class StepReduction:
 
     Args:
         comm: ranks that share the step's samples, on a communicator used for this only.
-        progress: progress engine of the process.
         statistics_size: number of elements of the flat batch statistics.
         shards: shards of this rank, one per micro-batch, whose sums are added in the order of their tree; None: a rank adds its
             micro-batches one after another.

@@ -233,7 +233,6 @@ class SingleValue:
     """Batch norm with a single value per channel.
 
     Attributes:
-        layer: name of the layer.
         shape: (H, W) of the images.
         sharing: ranks or shard whose images share statistics, in words.
         fix: advice at the end of the message.

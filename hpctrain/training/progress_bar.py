@@ -58,7 +58,6 @@ class ProgressBar:
     """Bar at the bottom of a terminal, which `close` erases.
 
     Args:
-        console: console on which the bar is drawn.
         clock: function that returns seconds.
         over_stdout: whether output to stdout appears above the bar.
     """
@@ -91,7 +90,6 @@ class ProgressBar:
         """Show a new task.
 
         Args:
-            description: text in front of the bar.
             total: total amount of work, in any unit.
             done: amount of work done, in the same unit.
         """
@@ -101,8 +99,6 @@ class ProgressBar:
         """Update the task at the next redraw.
 
         Args:
-            description: text in front of the bar.
-            done: amount of work done.
             facts: facts in the form of `core.text.fitting`; the least important are omitted if the line is too short.
         """
         assert self._task is not None, "call begin first"
@@ -145,7 +141,6 @@ def pass_on_stderr(style: PassStyle | None, samples: int, *, visible: bool, desc
     Args:
         style: "bar": always a bar; "none": no bar; None: a bar if stderr is a terminal.
         visible: whether this rank shows anything.
-        description: text in front of the bar.
     """
     shown = style == "bar" or (style is None and sys.stderr.isatty())
     if not (visible and shown):

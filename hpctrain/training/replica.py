@@ -55,7 +55,6 @@ class LoopState:
     """State of the loop that calls a replica's steps, in the trainer or in a user program. Only `end` may communicate.
 
     Args:
-        notes: notes for the flight record.
         stop_asked: function that returns whether this rank was asked to stop.
         most_skips: maximum number of consecutive steps that may be skipped because they are not finite.
         saver: saver that writes checkpoints while steps continue; None: there is none.
@@ -85,12 +84,7 @@ class LoopState:
         self._status = 0
 
     def begin(self, epoch: int, global_step: int) -> None:
-        """Note the start of a step in the flight record.
-
-        Args:
-            epoch: number of epochs done.
-            global_step: number of steps done.
-        """
+        """Note the start of a step in the flight record."""
         self._notes.step(epoch + 1, global_step + 1)
 
     def status_flag(self) -> int:
@@ -107,7 +101,6 @@ class LoopState:
 
         Args:
             cause: cause of a step that was skipped; None if the step was not skipped.
-            lr: learning rate of the step.
             drain: function that drains the replica, called before an exchange.
 
         Returns:
@@ -254,7 +247,6 @@ def make_averagers(
         strategies: strategies by group.
         optimizers: optimisers of the same groups.
         stored: schedules of an earlier run, by group; used if they fit.
-        transport: transport of arrays in device memory.
         passes: passes of each rank, whose gradients the averagers add up.
         watched: see `AveragerSetup`.
 
@@ -342,7 +334,6 @@ class Replica:
 
     Args:
         network: this rank's part of the model (see `rank_graph.make_network`).
-        groups: communicators of the grid.
         progress: progress engine of the process; if it has a tracer, steps are recorded.
         strategy: factory of the averaging strategy of each parameter group; None: the replica only evaluates.
         optimizer: factory of an unbound optimiser.
@@ -359,18 +350,14 @@ class Replica:
         loop: state of the loop that calls `step`; default: one without stop requests and checkpoints.
 
     Attributes:
-        strategies: averaging strategies by parameter group.
         averagers: averagers by parameter group; empty before `agree`.
         shards: conversion between split parameters and whole arrays.
         passes: passes over a rank's samples.
-        loop: same as the argument.
         settings: settings of the optimisers before they were bound.
         distribution: this rank's part of the model if ranks share samples; None otherwise.
         tiles: tiles of the images that this rank reads if ranks share samples; None: it reads whole images.
         average: average of the weights; None without `ema`.
         watch: comparison of values between ranks; None without checks.
-        global_step: number of steps done.
-        lr: learning rate of the last step.
 
     Raises:
         ConfigError: a strategy does not support the configuration.
@@ -423,7 +410,6 @@ class Replica:
 
         Args:
             stored: schedules of an earlier run, by parameter group; used if they fit.
-            transport: transport of arrays in device memory.
 
         Raises:
             CollectiveMismatchError: the schedules of the ranks differ.
@@ -478,7 +464,6 @@ class Replica:
 
         Args:
             batch: this rank's share of the step; empty if this rank has no samples.
-            lr: learning rate.
 
         Returns:
             The sums of the previous step over all ranks; None if `settle` has returned them.
@@ -638,8 +623,6 @@ class Replica:
         """Return whole parameters, running statistics and optimiser state. Collective; after `drain`.
 
         Args:
-            position: position of the training, stored in the metadata.
-            meta: additional metadata.
             keep: False on ranks that do not write the content; their content has no tensors.
             copied: whether all tensors are copies, so that training may continue while the content is being written.
         """

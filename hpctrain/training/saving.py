@@ -148,13 +148,11 @@ class Saver:
 
     Args:
         world: all ranks.
-        notes: notes for the flight record.
         reporter: reporter of rank 0.
         asynchronous: whether checkpoints are written in the background. Their arrays must then be copies.
         deadline_seconds: time after which a write is reported as slow; also the maximum wait at the end of a run.
 
     Attributes:
-        asynchronous: same as the argument.
         last_seconds: duration of the latest write in the background; 0 before the first.
     """
 

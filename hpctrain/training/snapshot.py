@@ -156,7 +156,6 @@ class Position:
     Attributes:
         epoch: epoch of the next step, counted from 0.
         samples: number of samples of this epoch that steps have used.
-        global_step: number of steps done.
         sums: sums of the current epoch so far.
         skipped: total number of steps that changed nothing.
         skipped_in_a_row: number of consecutive steps, up to the latest, that changed nothing.

@@ -235,11 +235,7 @@ class TrainingStep:
     batch norms in both passes, and with `sparse`, `lazy`, `fc_exchange: always` and `on_nonfinite: skip`.
 
     Args:
-        network: this rank's copy of the network.
-        averagers: averagers by parameter group.
-        progress: progress engine of the process.
         message: message of the step, to which the sums are added.
-        passes: passes over the samples of a step; default: one.
         counts_of: function from a parameter group and the sample counts of all ranks to the counts of the ranks that average the
             group.
         watch: checksums of parameters and other state that ranks must hold alike; None: no checks.
@@ -364,7 +360,6 @@ class StepGuard:
     Construction is collective.
 
     Args:
-        averagers: averagers by parameter group.
         comm: all ranks that train together; the guard duplicates it.
         finiteness: check of the values that this rank has updated.
         watch: watch to inform of undone steps; None if the replica has no checks.

@@ -26,7 +26,6 @@ class Cadence:
     """Intervals of evaluations and checkpoints, and the end of a training; an interval of 0 means never.
 
     Args:
-        epochs: total number of epochs.
         evaluate_epochs: epochs between evaluations.
         checkpoint_epochs: epochs between checkpoints.
         checkpoint_steps: steps between checkpoints.
@@ -68,7 +67,6 @@ class Trainer:
 
     Args:
         replica: replica to train; its averagers have agreed.
-        loader: this rank's share of the training set.
         evaluation_loader: this rank's share of the set that is evaluated during training; None: there is none.
         evaluated: name of this set, "validation" or "test", for records and messages.
         test_loader: this rank's share of a test set that is evaluated only at the end; None: there is none.
@@ -77,7 +75,6 @@ class Trainer:
         go_back: function from an error and the position where it was raised to the position from which training continues; it
             restores the state of that position, or raises. None: an error ends the training.
         stop_requested: function that returns whether this rank was asked to stop.
-        limit: time limit; None: no limit.
         saver: saver to which `save` hands checkpoints that are written in the background; None: there is none.
         early_stop: rule that ends the training early; None: there is none.
         observers: observers, called in this order; the same on every rank.

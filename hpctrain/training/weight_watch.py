@@ -43,7 +43,6 @@ class AgreedChecksums:
 
     Args:
         alike: by kind, groups of positions that must have the same checksum; each position is in one group of a kind.
-        position: position of this rank.
 
     Attributes:
         size: number of elements of a message.
@@ -136,7 +135,6 @@ def difference(
     Args:
         reports: reports by position; at least one contains a fault.
         alike: by kind, groups of positions that must hold the same values.
-        world_ranks: world rank of each position.
         step: number of steps done when the checksums were taken.
     """
     for report, rank in zip(reports, world_ranks, strict=True):
@@ -236,9 +234,7 @@ class WeightWatch:
 
     Args:
         averagers: averagers by parameter group, created with `AveragerSetup.watched`.
-        optimizers: optimisers by parameter group.
         average: average of the weights; None: there is none.
-        groups: communicators of the grid.
         cadence: cadence of the checks; its `every_steps` must be above 0.
 
     Attributes:

@@ -44,7 +44,6 @@ def next_interval(interval: int, steps: int, latest: float, total: float, differ
     If both conditions of the paper hold, it grows by one. If both fail, it shrinks by one, down to 1. Otherwise it stays.
 
     Args:
-        interval: current interval.
         steps: number of gradients that were accumulated.
         latest: |f|^2 over all ranks; f is the last of these gradients.
         total: |G|^2 over all ranks; G is their sum.
@@ -81,7 +80,6 @@ class LazyInterval:
 
     Args:
         comm: communicator of all ranks that hold a part or a copy of the network.
-        members: number of parameter groups of the network.
         check_every: number of averagings from one comparison to the next.
 
     Attributes:
@@ -186,9 +184,7 @@ class LazyAverager(ReduceScatterAverager):
     update nor gather their slices.
 
     Args:
-        agreement: schedule, communicators and sums that the ranks have agreed on.
         lazy: parameters of the front layers; no slice contains both lazy and other parameters.
-        interval: interval of the network.
     """
 
     pending = _ADDED

@@ -128,7 +128,6 @@ def credit_window(size_bytes: int, ranks: int, link: LinkModel | None, times: Ti
 
     Args:
         size_bytes: bytes of a slice.
-        link: model of the link; None: unknown.
         times: measured times of a step; None: unknown. The time between polls is at most the longest gap between gradients.
     """
     if link is None or ranks == 1:

@@ -128,7 +128,6 @@ class SparsePart:
 
     Args:
         dtype: "float32" or "float64".
-        compression: compression of the slice.
         comm: ranks with this part, by node.
         scratch: scratch memory shared by all slices, which are selected one at a time.
         seed: integers that distinguish slices.
@@ -192,7 +191,6 @@ class SparseOperations(OwnerOperations):
     """Operations of the ranks that own parts, including the exchange of the largest elements. Creation is collective.
 
     Args:
-        streams: communicators by stream.
         two: levels of the streams; None: every rank is a node.
 
     Attributes:
@@ -351,7 +349,6 @@ class SparseOperations(OwnerOperations):
         """Copy the elements of one whole parameter that lie in a rank's part of a slice.
 
         Args:
-            segment: segment of the whole parameter.
             begin: start of the part in the flat buffers.
             whole: elements of the parameter.
             part: elements of the part, to which they are copied.
@@ -363,7 +360,6 @@ class SparseOperations(OwnerOperations):
         """Return an array (nodes, size) of a parameter, gathered from the parts of all ranks. Collective.
 
         Args:
-            name: name of the parameter.
             of_slice: function slice -> array of this rank's part; None if no rank has an array for the slice.
         """
         segment, comm = self.group.segment(name), self.comm
@@ -397,7 +393,6 @@ class SparseAverager(ReduceScatterAverager):
     (`holders`); each rank holds its part of its node's gradients.
 
     Args:
-        agreement: schedule, communicators and sums that the ranks have agreed on.
         two: levels of the streams; None: every rank is a node.
     """
 

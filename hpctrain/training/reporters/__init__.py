@@ -16,7 +16,6 @@ def make_reporter(name: str, options: Mapping[str, Any], directory: Path, done_s
     """Return the reporter `name` for the run in `directory`.
 
     Args:
-        options: options of the reporter.
         done_steps: number of steps done by earlier parts of the run.
 
     Raises:

@@ -27,7 +27,6 @@ class TensorBoard(Reporter):
     test and, with averaged weights, validation-averaged and test-averaged.
 
     Args:
-        directory: directory of the run.
         done_steps: number of steps done by earlier parts of this run; TensorBoard hides records of these parts after this step.
 
     Raises:
