@@ -192,11 +192,6 @@ class OperatorTimes:
         self._exact[key] = seconds
         self._families.setdefault(key.family, {})[key.extents] = seconds
 
-    def take_faster(self, others: OperatorTimes) -> None:
-        """Store the times of another measurement. Of two times with the same key, keep the smaller, less disturbed one."""
-        for key, seconds in others._exact.items():
-            self.put(key, min(seconds, self._exact.get(key, seconds)))
-
     def measured(self, key: OperatorKey) -> bool:
         """Return whether an operator with these extents was measured; details may differ."""
         return key.extents in self._families.get(key.family, {})

@@ -132,9 +132,6 @@ def group_schedules(
 
     Args:
         ranks_per_node: number of ranks per node; None: all ranks on one node.
-
-    Raises:
-        ConfigError: the averager cannot run this job.
     """
     ranks_of: dict[GroupSchedule, list[int]] = {}  # equal schedules are listed once, with all split ranks that post them
     for of_group in group_strategies(job, candidate, ranks_per_node):

@@ -296,11 +296,7 @@ _NUMBER_BYTES = 8
 
 
 def step_program(job: Job, candidate: Candidate, machine: Machine, costs: ComputeCosts) -> StepProgram:
-    """Return one step of a job, with schedules ordered by the times that a run would measure.
-
-    Raises:
-        HpctrainError: an averager or a layer cannot run this job.
-    """
+    """Return one step of a job, with schedules ordered by the times that a run would measure."""
     return _Builder(job, candidate, machine, costs).program()
 
 
@@ -358,10 +354,7 @@ class _Builder:
         return StepFacts(groups, sizes, exchanging, merging, self._message_bytes, accumulated)
 
     def _update_seconds(self, known: StepFacts, averaged: AveragedGroup) -> float:
-        """Return the seconds of an element's update, averaged over the rank's elements.
-
-        They include the squares for norms, unless the schedule has operations that send norms, which include the squares.
-        """
+        """Return the mean seconds of an element's update, with the squares for norms unless the schedule sends norms."""
         operations = () if averaged.schedule is None else averaged.schedule.operations
         squares = not any(operation.kind is OperationKind.NORMS for operation in operations)
         return self._job.element_seconds(self._costs, sum(known.sizes.values()), squares=squares)

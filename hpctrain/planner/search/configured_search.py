@@ -282,11 +282,7 @@ def _best_layout(present: NodeLayout, searched: Sequence[NodeLayout]) -> tuple[P
 
 
 def with_best(task: SearchTask) -> Config:
-    """Return the configuration with its open sections (auto) filled in by a search; unchanged if it has none.
-
-    Raises:
-        ConfigError: the search fails, see `run_search`.
-    """
+    """Return the configuration with its open sections (auto) filled in by `run_search`; unchanged if it has none."""
     return with_candidate(task.config, run_search(task).result.best.candidate) if task.config.automatic else task.config
 
 
@@ -401,11 +397,7 @@ class SimulatedStudy:
         return f"simulated: {model} on {self.machine.name}{changed}, {self.mode} scaling"
 
     def tasks(self) -> Iterator[tuple[str, PlannedRun]]:
-        """Yield the label and the plan of each job.
-
-        Raises:
-            HpctrainError: the job cannot run on one of the numbers of ranks.
-        """
+        """Yield the label and the plan of each job."""
         for label in self.configs:
             for ranks in self.ranks:
                 search = self.search_task(label, ranks)
@@ -501,11 +493,7 @@ def by_averager(points: Sequence[SimulatedPoint]) -> dict[str, list[SimulatedPoi
 
 
 def plot(path: Path, points: Sequence[SimulatedPoint], title: str) -> Path | None:
-    """Plot images per second and step time over ranks, with a line for each averager. Return the path; None without matplotlib.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+    """Plot images per second and step time over ranks, a line for each averager. Return the path; None without matplotlib."""
     figure = new_figure(10, 4.2)
     if figure is None:
         return None

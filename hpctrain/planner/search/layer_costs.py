@@ -290,13 +290,8 @@ def layout_key(of_tensor: Layout) -> Hashable:
 
 def _signature(nodes: Sequence[Node], segment: NetworkSegment, graph: Graph) -> Hashable:
     """Return a key that is equal for segments with the same cost."""
-    specs = tuple(
-        (_nameless(node), tuple(tensor - segment.source for tensor in node.inputs), bool(node.parameters)) for node in nodes
-    )
-    return specs, graph.tensors[segment.source].shape
-
-
-def _nameless(node: Node) -> Hashable:
-    spec: Any = node.spec
-    nameless: Hashable = replace(spec, layer="") if hasattr(spec, "layer") else spec
-    return nameless
+    specs = []
+    for node in nodes:
+        spec: Any = replace(node.spec, layer="") if hasattr(node.spec, "layer") else node.spec
+        specs.append((spec, tuple(tensor - segment.source for tensor in node.inputs), bool(node.parameters)))
+    return tuple(specs), graph.tensors[segment.source].shape

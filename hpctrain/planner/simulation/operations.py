@@ -94,7 +94,11 @@ def group_tasks(
         product_seconds: seconds of products, as in `RankClass`; None: there are none.
     """
     if group.schedule is None:
-        return GroupTasks(group.name, (), False, {}, (), (), None, _all_gradients(group, machine, element_seconds))
+        costs = MessageCosts(machine, group.placement, None, group.item_bytes, group.rounding, group.shards)
+        stages = costs.stages(OperationKind.ALLREDUCE, group.elements * group.item_bytes)
+        update = group.elements * element_seconds
+        whole = OperationTask("all gradients", Stream.GRADIENTS, stages, (), (), (), update_seconds=update, parameter=group.name)
+        return GroupTasks(group.name, (), False, {}, (), (), None, whole)
     schedule = group.schedule
     pricing = _Pricing(group, schedule, machine, element_seconds, product_seconds or {})
     touching: dict[str, tuple[int, ...]] = {}
@@ -112,14 +116,6 @@ def group_tasks(
         tuple(piece.parameters[0] for piece in schedule.slices),
         schedule.window,
     )
-
-
-def _all_gradients(group: AveragedGroup, machine: Machine, element_seconds: float) -> OperationTask:
-    n_bytes = group.elements * group.item_bytes
-    costs = MessageCosts(machine, group.placement, None, group.item_bytes, group.rounding, group.shards)
-    stages = costs.stages(OperationKind.ALLREDUCE, n_bytes)
-    update = group.elements * element_seconds
-    return OperationTask("all gradients", Stream.GRADIENTS, stages, (), (), (), update_seconds=update, parameter=group.name)
 
 
 class _Pricing:

@@ -367,17 +367,6 @@ def test_the_file_lies_in_the_cache_directory_of_the_user(tmp_path: Path, monkey
     assert cache_file({}) is None
 
 
-def test_of_two_measurements_the_less_counts() -> None:
-    first, second, third = (_key(n) for n in (8, 16, 32))
-    times, others = OperatorTimes(SETTING), OperatorTimes(SETTING)
-    for key, seconds in ((first, 2.0), (second, 1.0)):
-        times.put(key, seconds)
-    for key, seconds in ((first, 1.5), (second, 3.0), (third, 4.0)):
-        others.put(key, seconds)
-    times.take_faster(others)
-    assert [times.seconds(key) for key in (first, second, third)] == [1.5, 1.0, 4.0]
-
-
 EQUAL_RATES = {kind: OperatorRate(1e10, 1e10, 1e-5) for kind in OperatorClass}
 BY_RATE = RateCosts(Machine("test", 1, 2, 1.0, 1 << 30, LINK, LINK, 2, EQUAL_RATES))
 
