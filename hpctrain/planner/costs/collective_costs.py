@@ -211,11 +211,7 @@ def within_nodes(placement: GroupPlacement, per_node: int) -> GroupPlacement:
 
 
 def across_nodes(placement: GroupPlacement, nodes: int, per_node: int) -> GroupPlacement:
-    """Return the placement of the ranks with the same local number on all nodes, while all local numbers communicate at once.
-
-    Args:
-        per_node: number of ranks of the group on each node.
-    """
+    """Return the placement of the ranks with the same local number on all nodes, while all `per_node` numbers communicate."""
     return GroupPlacement(nodes, nodes, 1, placement.alike * per_node)
 
 
@@ -381,10 +377,7 @@ def _message_costs(link: Link, rounds: Sequence[_Round]) -> tuple[float, float]:
 def _sharers(machine: Machine, placement: GroupPlacement, crossing: float) -> float:
     """Return the number of ranks of a node whose bytes pass through the same card, counting all groups of the same kind.
 
-    Cards are used evenly.
-
-    Args:
-        crossing: share of the ranks that send to other nodes; in a ring, only the last rank of a node does.
+    Cards are used evenly. The share `crossing` of the ranks sends to other nodes; in a ring, only the last rank of a node does.
     """
     cards = max(1, machine.ranks_per_node // machine.ranks_per_card)
     using = placement.per_node * placement.alike
@@ -498,9 +491,7 @@ class MessageCosts:
     def _allreduce(self, n_bytes: float, write: float, read: float) -> tuple[CollectiveStage, ...]:
         """Return the stages of an allreduce that sends both the parts and their sums rounded.
 
-        Args:
-            write: work of rounding the buffer once, in bytes.
-            read: work of reading the rounded buffer once, in bytes.
+        Rounding the buffer once takes the work of `write` bytes, and reading the rounded buffer once that of `read` bytes.
         """
         two, kind = self.levels, OperationKind.ALLGATHER
         if two is None:

@@ -82,8 +82,7 @@ def seconds_with_threads(one_thread: float, full_threads: float, full: int, thre
     If the speed-up from one to `full` threads exceeds `full`, a is negative. In this case, the seconds beyond `full` threads
     are inversely proportional to the number of threads, so that they remain positive.
 
-    Args:
-        full: number of threads of the second point, at least 2.
+    The number `full` of the second point is at least 2.
     """
     if threads in (1, full):
         return one_thread if threads == 1 else full_threads
@@ -319,11 +318,7 @@ class Machine:
         return max(seconds, min(at_present_traffic, accesses * ranks_per_node / self.node_bytes_per_second))
 
     def _shared_link(self, link: Link, ranks_per_node: int, *, local: bool) -> Link:
-        """Return the link of each of `ranks_per_node` ranks that share the memory of a node.
-
-        Args:
-            local: whether the link is within a node, so that its messages pass through the memory.
-        """
+        """Return the link of each of `ranks_per_node` ranks that share the memory of a node, used by `local` messages."""
 
         def shared(seconds: float, accesses: int) -> float:
             return self._byte_seconds(seconds, seconds, accesses, ranks_per_node)

@@ -207,11 +207,7 @@ class LinkProbe:
         return polls
 
     def _core_seconds(self, post: Callable[[], Handle], gap_seconds: float, *, cold: bool) -> float:
-        """Return the core's time for posting and polling an operation, with computation between polls.
-
-        Args:
-            cold: whether the caches are overwritten first.
-        """
+        """Return the core's time to post and poll an operation, with computation between polls; `cold` empties caches first."""
         assert self._queue is not None
         if cold:
             self._written += 1.0
@@ -253,11 +249,7 @@ _BURST_SIZES = (512 << 10, 2 << 20)  # smaller messages may fit into buffers, an
 
 
 def link(points: Sequence[MessagePoint], *, bursts: bool = True) -> Link:
-    """Fit a link to at least two points in ascending order of size.
-
-    Args:
-        bursts: whether bytes may pass at once after a pause.
-    """
+    """Fit a link to at least two points in ascending order of size; with `bursts`, bytes may pass at once after a pause."""
     burst_bytes = burst(points) if bursts else 0
     first, large = points[0], points[-3:]
     return Link(

@@ -112,9 +112,6 @@ class TimedProgram:
         graph: graph of one rank, made with a `FakeSplitGroup`.
         specs: whole parameters of the model; parameters that the graph does not use are ignored.
         shards: this rank's parts of split parameters; all other parameters are whole.
-
-    Attributes:
-        parameters: number of updated elements.
     """
 
     def __init__(
@@ -322,11 +319,7 @@ def keys_of(plan: ExecutionPlan) -> dict[tuple[Action, int], OperatorKey]:
 
 
 def record(times: OperatorTimes, plan: ExecutionPlan, parameters: int, step: ProgramTimes) -> None:
-    """Store all times of a step; for operators with the same key, store the mean.
-
-    Args:
-        parameters: number of updated elements.
-    """
+    """Store all times of a step with `parameters` updated elements; for operators with the same key, store the mean."""
     by_key: dict[OperatorKey, list[float]] = {}
     for phase, key in keys_of(plan).items():
         by_key.setdefault(key, []).append(step.actions[phase])

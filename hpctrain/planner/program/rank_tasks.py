@@ -94,11 +94,7 @@ def _passes(parts: Sequence[tuple[ExecutionPlan, int]], together: int) -> Iterat
 
 
 def product_seconds(plan: ExecutionPlan, facts: StepFacts, costs: ComputeCosts, batch: int) -> dict[str, float]:
-    """Return the seconds per element of each weight gradient that is computed from exchanged inputs and errors.
-
-    Args:
-        batch: number of samples of these inputs and errors.
-    """
+    """Return the seconds per element of each weight gradient that is computed from exchanged inputs and errors of a batch."""
     seconds = {}
     for step in plan.steps:
         names = [] if step.node is None else [name for name in step.node.parameters.values() if name in facts.exchanging]
@@ -250,11 +246,7 @@ class _PassTasks:
     # -- pieces ----------------------------------------------------------------------------------------------------------------
 
     def _merge(self, step: PlannedStep, purpose: str, counts: int) -> Merge | None:
-        """Return the merge of a synchronised batch norm; None if no other rank takes part.
-
-        Args:
-            counts: number of merged values in addition to two per channel.
-        """
+        """Return the merge of two values per channel, and `counts` more, of a synchronised batch norm; None if it is alone."""
         spec = None if step.node is None else step.operator.spec
         if not isinstance(spec, BatchNormSpec) or not spec.synchronised or self._facts.merging[spec.merge] == 1:
             return None

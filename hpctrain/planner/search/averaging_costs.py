@@ -90,11 +90,7 @@ class AveragingCosts:
         }
 
     def seconds(self, parts: AveragedParts, *, split: bool) -> AveragingSeconds:
-        """Return the time to average the gradients of parameters and update them.
-
-        Args:
-            split: whether the parameters are averaged over a data group; otherwise over all ranks.
-        """
+        """Return the time to average the gradients of parameters over all ranks, or a data group if split, and update them."""
         group, item = self._groups[split], self._item_bytes
         exchanging = [size for size in parts.linear if self._exchanged(size, group)]
         elements = parts.elements - sum(size.inputs * size.outputs for size in exchanging)

@@ -23,7 +23,6 @@ from hpctrain.config.load import dump, flow
 from hpctrain.config.schema import AveragerConfig, Config, GridConfig, PlanConfig
 from hpctrain.core.errors import ConfigError, HpctrainError
 from hpctrain.core.text import counted
-from hpctrain.parallel.parallel_plan import ParallelPlan
 from hpctrain.planner.costs import machine_file
 from hpctrain.planner.costs.compute_costs import ComputeCosts, MeasuredCosts, RateCosts
 from hpctrain.planner.costs.machine import Machine
@@ -261,8 +260,7 @@ def _on_layout(task: SearchTask, ranks_per_node: int, ranks: int) -> SearchTask:
 def _best_layout(present: NodeLayout, searched: Sequence[NodeLayout]) -> tuple[PlannedSearch, str]:
     """Return the search with the best number of ranks per node, and a sentence about the choice.
 
-    Args:
-        present: layout with the machine's number of ranks per node.
+    `present` has the machine's number of ranks per node.
     """
     outcomes = [layout.outcome for layout in searched if layout.outcome is not None]
     fastest, best = min(zip(searched, outcomes, strict=True), key=lambda pair: pair[1].seconds)
@@ -468,11 +466,7 @@ def facts(study: SimulatedStudy, points: Sequence[SimulatedPoint]) -> dict[str, 
 
 
 def write_trace(path: Path, point: SimulatedPoint, title: str) -> Path:
-    """Write the simulated step of a point as a trace file with one process per class of ranks, and return the path.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+    """Write the simulated step of a point as a trace file with one process per class of ranks, and return the path."""
     classes = point.prediction.step.events
     begin_ns = min((int(events.start_ns.min()) for events in classes.values() if len(events)), default=0)
     with replacing(path) as partial:
@@ -550,18 +544,11 @@ def keys_of(candidate: Candidate) -> dict[str, Any]:
     """Return the sections grid, plan, averager and micro_batches of a candidate as plain data."""
     plan = candidate.plan
     return {
-        "grid": _grid(plan),
+        "grid": {"rows": plan.rows, "cols": plan.cols, **({} if plan.tiles is None else {"tiles": list(plan.tiles)})},
         "plan": {"default": str(plan.default), **{pattern: str(use) for pattern, use in plan.use.items()}},
         "averager": {"name": candidate.averager.name, **candidate.averager.options},
         "micro_batches": candidate.micro_batches,
     }
-
-
-def _grid(plan: ParallelPlan) -> dict[str, Any]:
-    grid: dict[str, Any] = {"rows": plan.rows, "cols": plan.cols}
-    if plan.tiles is not None:
-        grid["tiles"] = list(plan.tiles)
-    return grid
 
 
 def with_candidate(config: Config, candidate: Candidate) -> Config:
@@ -570,11 +557,7 @@ def with_candidate(config: Config, candidate: Candidate) -> Config:
 
 
 def overrides(candidate: Candidate, threads: int | None = None) -> tuple[str, ...]:
-    """Return the candidate's keys as command-line overrides, one word each: "grid={rows: 2, cols: 4}".
-
-    Args:
-        threads: number of threads of a rank; None: omit the key `threads`.
-    """
+    """Return the candidate's keys, and `threads` if it is not None, as command-line overrides: "grid={rows: 2, cols: 4}"."""
     keys = keys_of(candidate) if threads is None else {**keys_of(candidate), "threads": threads}
     return tuple(f"{key}={flow(value)}" for key, value in keys.items())
 

@@ -153,11 +153,7 @@ class SegmentCosts:
         return SegmentCost(seconds * self._micro_batches, memory, whole, split, lowering.output)
 
     def _move(self, step: PlannedStep, steps: Steps, position: int, hides: float) -> float:
-        """Return the seconds of a move and its adjoint: packing and waits.
-
-        Args:
-            hides: seconds of computation that overlap the backward exchange.
-        """
+        """Return the seconds of a move and its adjoint: packing and waits. `hides` seconds overlap the backward exchange."""
         spec: Any = step.operator.spec
         item_bytes = step.operator.inputs[0].item_bytes
         summed = isinstance(spec, ReduceScatterSpec)
@@ -176,9 +172,8 @@ class SegmentCosts:
 
     def _exchange(self, n_bytes: int, peers: int) -> float:
         exchange = stages(self._machine, "exchange", n_bytes, self.placements.split, peers=peers)
-        return unhindered_seconds(
-            exchange, self._machine.between.burst_seconds
-        )  # computation separates exchanges, so there is a pause before each
+        # computation separates exchanges, so there is a pause before each
+        return unhindered_seconds(exchange, self._machine.between.burst_seconds)
 
     def _merges(self, step: PlannedStep) -> float:
         """Return the seconds of waiting for merged batch statistics, forward and backward."""
@@ -292,6 +287,7 @@ def _signature(nodes: Sequence[Node], segment: NetworkSegment, graph: Graph) -> 
     """Return a key that is equal for segments with the same cost."""
     specs = []
     for node in nodes:
-        spec: Any = replace(node.spec, layer="") if hasattr(node.spec, "layer") else node.spec
-        specs.append((spec, tuple(tensor - segment.source for tensor in node.inputs), bool(node.parameters)))
+        spec: Any = node.spec
+        nameless = replace(spec, layer="") if hasattr(spec, "layer") else spec
+        specs.append((nameless, tuple(tensor - segment.source for tensor in node.inputs), bool(node.parameters)))
     return tuple(specs), graph.tensors[segment.source].shape

@@ -23,7 +23,6 @@ from hpctrain.planner.search.search_space import SearchSpace, grid_shapes
 from hpctrain.planner.simulation.tasks import Prediction, SimulationOptions
 from hpctrain.trace.time_table import TimeTable
 
-_GIBIBYTE = 1 << 30
 # Predictions that differ by a smaller share count as equal.
 _EQUAL_SHARE = 0.005
 #: possible error of predictions of different parallelism relative to each other, as a share of a step
@@ -54,7 +53,7 @@ def short_seconds(value: float) -> str:
 
 def gibibytes(n_bytes: float) -> str:
     """Return a size with three significant digits, in GiB."""
-    return f"{n_bytes / _GIBIBYTE:.3g} GiB"
+    return f"{n_bytes / (1 << 30):.3g} GiB"
 
 
 def _exposed(table: TimeTable) -> dict[str, float]:
@@ -143,9 +142,7 @@ def search(
         for one in candidates:
             try:
                 results.append((one, predicted_by(job, one, machine, costs, space.options)))
-            except (
-                HpctrainError
-            ) as error:  # only this candidate fails: its averager does not fit split layers, or a block has no kernel
+            except HpctrainError as error:  # of this candidate: its averager does not fit split layers, or a block has no kernel
                 refusals.append(error)
         return results
 
@@ -163,11 +160,7 @@ def search(
 
 
 class _Bounds:
-    """Lower bounds over all grids.
-
-    Attributes:
-        count: number of estimates so far.
-    """
+    """Lower bounds over all grids; `count` is the number of estimates so far."""
 
     def __init__(self, job: Job, machine: Machine, costs: ComputeCosts, ranks: int, space: SearchSpace) -> None:
         self._job, self._machine, self._costs, self._space = job, machine, costs, space
@@ -267,11 +260,7 @@ def _variations_of_best(results: list[tuple[Candidate, Prediction]], machine: Ma
 
 
 def _is_past_the_best(of_grids: list[Estimate]) -> bool:
-    """Return whether the search may stop, because larger split groups are not expected to be faster.
-
-    Args:
-        of_grids: best estimate of each grid so far, by size of the split groups.
-    """
+    """Return whether larger split groups are not expected to be faster than these best estimates of each grid so far."""
     if len(of_grids) > 1 and _is_pure_batch(of_grids[-1].candidate):
         return True
     last = [one.seconds for one in of_grids[-3:]]

@@ -315,8 +315,7 @@ class MeetingShare:
 class Meeting:
     """Collective in flight. A stage begins when all members have posted it, and ends when it has ended on all of them.
 
-    Args:
-        forget: callback once all members have posted the operation.
+    The meeting calls `forget` once all members have posted the operation.
     """
 
     def __init__(self, loop: EventLoop, members: int, forget: Callable[[], None]) -> None:
@@ -372,11 +371,7 @@ class Meetings:
         self._open: dict[Hashable, Meeting] = {}
 
     def of(self, key: Hashable, members: int) -> Meeting:
-        """Return the meeting of an operation.
-
-        Args:
-            key: communicator and position of the operation on it.
-        """
+        """Return the meeting of an operation; the key has its communicator and its position there."""
         meeting = self._open.get(key)
         if meeting is None:
             meeting = self._open[key] = Meeting(self._loop, members, lambda: self._forget(key))
@@ -387,11 +382,7 @@ class Meetings:
 
 
 class OperationQueue:
-    """Stream of a group on one rank.
-
-    Args:
-        window: maximum number of operations in flight; None: no limit.
-    """
+    """Stream of a group on one rank, with at most `window` operations in flight; None: no limit."""
 
     def __init__(self, name: str, window: int | None) -> None:
         self.name, self._window = name, window
@@ -483,8 +474,3 @@ class GroupQueues:
         """Record all remaining events of this step, at the end of backward."""
         for event in self._after:
             self.happens(event)
-
-    def gathers_of(self, parameter: str) -> list[Posted]:
-        """Return the operations of the previous step that gather a parameter."""
-        gathered = self.previous.gathered
-        return [gathered[k] for k in self.tasks.touching.get(parameter, ()) if k in gathered]

@@ -122,9 +122,10 @@ class StepTasks:
     def _needs_parameters(self, task: NeedsParameters) -> Stretch:
         queues = self._queues[task.group]
         for parameter in task.parameters:
-            for posted in queues.gathers_of(parameter):
+            slices = queues.tasks.touching.get(parameter, ())
+            for posted in [queues.previous.gathered[k] for k in slices if k in queues.previous.gathered]:
                 yield from self._process.wait(posted)
-            for k in queues.tasks.touching.get(parameter, ()):
+            for k in slices:
                 yield from self._update_late(queues, k)
 
     def _update_late(self, queues: GroupQueues, k: int) -> Stretch:

@@ -159,11 +159,7 @@ class AveragedGroup:
 
 @dataclass(frozen=True)
 class StepProgram:
-    """One step of a job on all ranks.
-
-    Attributes:
-        groups: parameter groups by key; groups of different split ranks have different keys ("model-row1").
-    """
+    """One step of a job on all ranks. Groups of different split ranks have different keys ("model-row1")."""
 
     classes: tuple[RankClass, ...]
     groups: Mapping[str, AveragedGroup]

@@ -26,11 +26,7 @@ _ROUNDING_SECONDS = 1e-12
 
 
 class Lane:
-    """Queue of the messages of a rank to the same ranks; they move one at a time.
-
-    Args:
-        resource: card or memory, shared with other lanes.
-    """
+    """Queue of the messages of a rank to the same ranks; they move one at a time on a card or memory that lanes share."""
 
     def __init__(self, resource: SharedResource) -> None:
         self._resource = resource
@@ -84,22 +80,14 @@ class Lane:
         return moved
 
     def poll(self, tests: int = 1) -> None:
-        """Record a poll of the rank's program, after which messages may move further.
-
-        Args:
-            tests: number of tested operations; each additional test lets the messages move a little further.
-        """
+        """Record a poll with `tests` tested operations. Each test lets the messages move a little further."""
         self._tests = 1 + _FURTHER_TEST * (tests - 1)
         self._polled_seconds = self._moved_seconds
         if self._job is not None:
             self._polled_seconds += self._granted - self._resource.remaining(self._job)
 
     def allowed(self, unattended_seconds: float) -> float:
-        """Return the seconds that messages may still move before the next poll.
-
-        Args:
-            unattended_seconds: seconds that a message moves after one test.
-        """
+        """Return the seconds that messages, which move `unattended_seconds` after one test, may move before the next poll."""
         return self._polled_seconds + self._tests * unattended_seconds - self._moved_seconds
 
     def _end(self) -> None:
@@ -316,11 +304,7 @@ class Attention:
         self._restricted.pop(transfer, None)
 
     def poll(self, tests: int = 1) -> None:
-        """Poll once.
-
-        Args:
-            tests: number of operations in flight, each of which is tested.
-        """
+        """Poll once; `tests` operations in flight are tested."""
         if self._restricted and not self.attends:
             self._mark(tests)
             blocked, self._blocked = self._blocked, []
@@ -335,11 +319,7 @@ class Attention:
             transfer.attend()
 
     def end_wait(self, tests: int = 1) -> None:
-        """Stop polling.
-
-        Args:
-            tests: number of tests of the last poll.
-        """
+        """Stop polling; the last poll had `tests` tests."""
         self.attends = False
         self._mark(tests)
         for transfer in tuple(self._restricted):

@@ -78,11 +78,7 @@ def places(program: StepProgram, ranks_per_node: int, *, single: bool = False) -
 def _folded(
     program: StepProgram, classes: Sequence[int], ranks_per_node: int, nodes: Sequence[Hashable]
 ) -> tuple[SimulatedPlace, ...]:
-    """Return the processes, one for each kind of rank.
-
-    Args:
-        nodes: kind of each node.
-    """
+    """Return the processes, one for each kind of rank, from the kind of each node."""
     size, height = program.placements.all_ranks.ranks, program.placements.split.ranks
     splits = [_kind(classes[begin : begin + height]) for begin in range(0, size, height)]
     datas = [_kind(classes[r::height]) for r in range(height)]
@@ -177,11 +173,7 @@ class SimulatedWorld:
         return self._cards[place.node]
 
     def group(self, place: SimulatedPlace, ranks: str) -> SimulatedGroup:
-        """Return the group in which a process exchanges.
-
-        Args:
-            ranks: name of the group: "all", "data" or "split".
-        """
+        """Return the group "all", "data" or "split" in which a process exchanges."""
         return self._group(place, _key(place, ranks), self.program.placements.of(ranks))
 
     def averaged_group(self, place: SimulatedPlace, name: str) -> SimulatedGroup:
