@@ -67,13 +67,14 @@ def calibrate(out: Path, seconds: float, threads: int | None) -> None:
 
     with job_ends_on_error(rank, abort):
         plan = set_threads(launcher, threads)  # before NumPy is imported
-        from hpctrain.backend.choice import NodePlace, make_backend
+        from hpctrain.backend.choice import make_backend
         from hpctrain.cli.simulation_tables import print_machine
-        from hpctrain.job.session import start_world
+        from hpctrain.job.session import StartedJob, start_world
         from hpctrain.planner.measure.measurement import run_calibration
 
         world = start_world(launcher, _DEADLINE_SECONDS)
-        kernels = make_backend("auto", place=NodePlace(world.size)).kernels
+        place = StartedJob(world, plan.threads, _DEADLINE_SECONDS).place()
+        kernels = make_backend("auto", place=place).kernels
         begin = time.perf_counter()
         machine = run_calibration(world, kernels, plan.threads, seconds, out, _DEADLINE_SECONDS)
         if world.rank == 0:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from hpctrain.backend.choice import Backend
 from hpctrain.config import grid
 from hpctrain.config.load import flow
 from hpctrain.config.schema import Config
@@ -132,12 +133,14 @@ class Resolved:
         choice: choice that was applied; None if no section was open.
         machine: machine model that was measured for the choice; None if none was measured.
         lines: lines that report the choice.
+        backend: backend of this rank, with which the choice was made; None if no section was open.
     """
 
     config: Config
     choice: AutomaticChoice | None = None
     machine: Machine | None = None
     lines: tuple[str, ...] = ()
+    backend: Backend | None = field(default=None, compare=False)
 
 
 def chosen_words(plan: ParallelPlan, averager: str, options: Mapping[str, Any]) -> str:

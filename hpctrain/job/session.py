@@ -14,7 +14,7 @@ from functools import partial
 from itertools import groupby
 from typing import TypeVar
 
-from hpctrain.backend.choice import NodePlace
+from hpctrain.backend.choice import Backend, NodePlace, make_backend
 from hpctrain.comm.base import Communicator, SingleCommunicator, raise_on_all_ranks
 from hpctrain.comm.groups import ProcessGrid, check_grid
 from hpctrain.comm.progress import ProgressEngine
@@ -44,6 +44,11 @@ class StartedJob:
     world: Communicator
     threads: int
     deadline_seconds: float
+
+    def place(self) -> NodePlace:
+        """Return the place of this rank among the ranks that share its node's GPUs. Collective."""
+        node = self.world.split_shared_memory("ranks of a node")
+        return NodePlace(self.world.size, node.rank, node.size)
 
     def on_root(self, work: Callable[[], Result]) -> Result:
         """Run `work` on rank 0, and return its result or raise its error on every rank. Collective."""
@@ -192,6 +197,15 @@ class Session(StartedRank):
     def config(self) -> Config:
         """Configuration without open sections."""
         return self.resolved.config
+
+    def backend(self) -> Backend:
+        """Return the backend of this rank. A search has made it already, because the first one chooses the rank's GPU.
+
+        Raises:
+            BackendError: see `make_backend`.
+        """
+        config = self.config
+        return self.resolved.backend or make_backend(config.backend, config.dtype, config.precision, self.place)
 
     @classmethod
     def start(

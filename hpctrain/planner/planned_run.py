@@ -15,7 +15,7 @@ import numpy as np
 
 from hpctrain.averaging.averagers import AVERAGERS, make_strategy
 from hpctrain.backend import specs as dtypes
-from hpctrain.backend.choice import NodePlace, make_backend
+from hpctrain.backend.choice import Backend, make_backend
 from hpctrain.backend.graph import Graph, GraphBuilder
 from hpctrain.backend.operators import KernelSet, PixelInput
 from hpctrain.backend.specs import TensorSpec, item_bytes, parameter_dtype
@@ -194,7 +194,13 @@ def plan_for(config: Config, ranks: int | None) -> ParallelPlan:
     return grid.parallel_plan(config, cols)
 
 
-def prepare(config: Config, ranks: int | None, image: Image | None = None, classes: int | None = None) -> PlannedRun:
+def prepare(
+    config: Config,
+    ranks: int | None,
+    image: Image | None = None,
+    classes: int | None = None,
+    backend: Backend | None = None,
+) -> PlannedRun:
     """Put a configuration on a grid, and determine everything from which plans follow.
 
     Args:
@@ -203,6 +209,7 @@ def prepare(config: Config, ranks: int | None, image: Image | None = None, class
         image: (H, W, C) of the network's input; None: from the header of the training file, or the model's default without a
             file.
         classes: number of classes; None: from the header of the training file, or the model's default without a file.
+        backend: backend of this rank; None: make it.
 
     Raises:
         HpctrainError: configuration, file and grid do not agree.
@@ -215,7 +222,7 @@ def prepare(config: Config, ranks: int | None, image: Image | None = None, class
         image, classes = image or known_image, classes or known_classes
         if missing:
             assumption = _assumption(config, image, classes)
-    backend = make_backend(config.backend, config.dtype, config.precision, NodePlace(plan.rows * plan.cols))
+    backend = backend or make_backend(config.backend, config.dtype, config.precision)
     model = catalogue.build(config.model.name, model_options(config, classes, image))
     shape, frozen = image, frozen_layers(model, config.init.freeze)
 

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hpctrain.backend.choice import NodePlace, make_backend
+from hpctrain.backend.choice import Backend, make_backend
 from hpctrain.comm.base import Communicator, Subject, compare, raise_on_all_ranks
 from hpctrain.config.grid import with_defaults
 from hpctrain.config.schema import SYNTHETIC, Config
@@ -161,11 +161,12 @@ class Automatic:
         Raises:
             HpctrainError: `Job.replica` would refuse the arguments, the machine file is invalid, or no plan fits the network.
         """
+        place = started.place()
 
         def planned() -> Job:
             check_counts(micro_batches=(self.micro_batches, 1))
             check_types(Automatic, vars(self), model='hpctrain.model("small")', image_shape="(28, 28, 1), for example")
-            chosen = make_backend(self.backend, self.dtype, self.precision, NodePlace(started.world.size))
+            chosen = make_backend(self.backend, self.dtype, self.precision, place)
             optimizer = optimizer_of(self.optimizer)()
             return of_network(
                 self.model,
@@ -209,18 +210,19 @@ def named(choice: Choice) -> tuple[str, dict[str, Any]]:
 
 def choose(config: Config, started: StartedJob, resume: str | None, repeated: str | None) -> Resolved:
     """Resolve a configuration that leaves sections open; see `build.resolve`. Collective over the world."""
-    world = started.world
+    world, place = started.world, started.place()
+    backend = raise_on_all_ranks(world, lambda: make_backend(config.backend, config.dtype, config.precision, place))
     source = None if resume is None else find_checkpoint(world, config.output, config.name, resume)
-    kept, lines = started.on_root(lambda: _stored(config, world.size, source, repeated))
+    kept, lines = started.on_root(lambda: _stored(config, world.size, source, repeated, backend))
     if kept is not None:
-        return Resolved(kept.applied(config), kept, None, lines)
+        return Resolved(kept.applied(config), kept, None, lines, backend)
     _check_same_images(config, world)
-    task = raise_on_all_ranks(world, lambda: with_default_plan(config, world.size))
+    task = raise_on_all_ranks(world, lambda: with_default_plan(config, world.size, backend=backend))
     space = configured_space(config, world.size, kept_sections(config), task.job.kernels)
     outcome = find(started, task.job, space, config.machine)
     choice = _choice(config, world.size, task, outcome)
     resolved = choice.applied(config)
-    return Resolved(resolved, choice, outcome.machine, (*lines, choice.line(resolved)))
+    return Resolved(resolved, choice, outcome.machine, (*lines, choice.line(resolved)), backend)
 
 
 def _check_same_images(config: Config, world: Communicator) -> None:
@@ -239,7 +241,7 @@ def _check_same_images(config: Config, world: Communicator) -> None:
 
 
 def _stored(
-    config: Config, ranks: int, source: tuple[Path, CheckpointContent] | None, repeated: str | None
+    config: Config, ranks: int, source: tuple[Path, CheckpointContent] | None, repeated: str | None, backend: Backend
 ) -> tuple[AutomaticChoice | None, tuple[str, ...]]:
     """Return (choice of an earlier run, lines for the log).
 
@@ -254,7 +256,7 @@ def _stored(
         return None, (f"{ranks} ranks instead of {choice.ranks}: choosing {open_sections} again",)
     if set(choice.sections) != set(config.automatic):
         return None, (f"auto was set for {' and '.join(choice.sections)} until now: choosing {open_sections} again",)
-    choice.check_fits(with_default_plan(config, ranks), place)
+    choice.check_fits(with_default_plan(config, ranks, backend=backend), place)
     return choice, (f"{choice.line(choice.applied(config))}; kept from {place}",)
 
 
@@ -287,10 +289,12 @@ def _choice(config: Config, ranks: int, task: PlannedRun, outcome: BestCandidate
     return AutomaticChoice(sections, ranks, model_digest(task), outcome.prediction, outcome.next_best)
 
 
-def with_default_plan(config: Config, ranks: int, image: Image | None = None, classes: int | None = None) -> PlannedRun:
+def with_default_plan(
+    config: Config, ranks: int, image: Image | None = None, classes: int | None = None, backend: Backend | None = None
+) -> PlannedRun:
     """Return the run with defaults for its open sections. Model, images and parameters are the same for every choice.
 
     Raises:
         HpctrainError: configuration and data do not fit each other under any choice.
     """
-    return prepare(with_defaults(config), 1 if config.grid.automatic else ranks, image, classes)
+    return prepare(with_defaults(config), 1 if config.grid.automatic else ranks, image, classes, backend)

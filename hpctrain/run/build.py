@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from hpctrain.averaging.averagers import make_strategy
-from hpctrain.backend.choice import Backend, make_backend
+from hpctrain.backend.choice import Backend
 from hpctrain.comm.base import Communicator, Subject, compare, raise_on_all_ranks
 from hpctrain.comm.transports import Transport
 from hpctrain.config.checks import check_device, make_schedule
@@ -288,7 +288,7 @@ def build(
 
 def _build(session: Session, opened: Mapping[Split, ImageFile], known: DataFacts | None) -> TrainingSetup:
     config = session.config
-    backend = make_backend(config.backend, config.dtype, config.precision, session.place)
+    backend = session.backend()
     check_device(config, backend.kernels)  # which "auto" may have chosen
     train, data = training_images(config, opened["train"], known)
     place = config.data.train if known is None else CHECKPOINT

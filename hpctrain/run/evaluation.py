@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hpctrain.backend.choice import make_backend
 from hpctrain.comm.base import Subject, compare, raise_on_all_ranks
 from hpctrain.config.images import (
     CHECKPOINT,
@@ -193,8 +192,7 @@ def trained_replica(
     trained_with = stored_config(content, config) or config
     if not trained_with.data.sizes:  # a model trained on several sizes accepts any that its layers accept
         check_shapes(training_shape(trained_with, data), images.shape)
-    backend = make_backend(config.backend, config.dtype, config.precision, session.place)
-    replica = build_replica(session, backend, len(data.class_names), images.shape, trains=False)
+    replica = build_replica(session, session.backend(), len(data.class_names), images.shape, trains=False)
     replica.load_weights(content, averaged=averaged)
     return replica
 

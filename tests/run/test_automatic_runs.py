@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from threadpoolctl import threadpool_info, threadpool_limits
 
-from hpctrain.backend.choice import DEVICE_VARIABLE
+from hpctrain.backend.choice import DEVICE_VARIABLE, Backend, NodePlace, make_backend
 from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
 from hpctrain.backend.operators import KernelSet
 from hpctrain.cli import simulation_tables
@@ -22,6 +22,7 @@ from hpctrain.core.errors import CheckpointError, ConfigError
 from hpctrain.job.automatic_choice import CHOICE_META, AutomaticChoice, PredictedStep, Resolved, machine_digest, model_digest
 from hpctrain.optim.optimizers import Lars, Sgd
 from hpctrain.parallel.parallel_plan import ParallelPlan
+from hpctrain.planner import planned_run
 from hpctrain.planner.costs import machine_file
 from hpctrain.planner.costs.machine import Link, LinkSegment, Machine, OperatorClass, OperatorRate
 from hpctrain.planner.costs.operator_times import OperatorTimes, cache_file
@@ -120,6 +121,26 @@ def test_every_rank_gets_the_choice_of_rank_0(folder: Path, search: _Search, ran
     assert outcomes[0].choice.prediction.seconds == 0.25
     (line,) = outcomes[0].lines
     assert "predicted 0.25 s per step (next best 1 x" in line
+
+
+def test_a_search_makes_the_backend_of_each_rank_once(folder: Path, search: _Search, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first backend that a process makes chooses the GPU of its number on the node."""
+    places: list[NodePlace] = []
+
+    def made(name: str, dtype: str, precision: str, place: NodePlace) -> Backend:
+        places.append(place)
+        return make_backend(name, dtype, precision, place)
+
+    for module in (start_search, planned_run):
+        monkeypatch.setattr(module, "make_backend", made)
+    expected = [NodePlace(2, 0, 2), NodePlace(2, 1, 2)]
+    outcomes = _resolved(folder, 2, "grid={}", "plan={}")
+    assert sorted(places, key=lambda place: place.local_rank) == expected
+    assert all(outcome.backend is not None for outcome in outcomes)
+    places.clear()
+    network = Automatic(nets.narrow(), (9, 7, 3), backend="numpy", machine=str(folder / "machine.yaml"))
+    run_virtual(2, lambda comm: network.best(StartedJob(comm, 1, 60.0), 8))
+    assert sorted(places, key=lambda place: place.local_rank) == expected
 
 
 def test_nothing_open_needs_nothing(folder: Path, search: _Search) -> None:
