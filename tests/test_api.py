@@ -28,7 +28,8 @@ from hpctrain.data.writer import write_data_file
 from hpctrain.job.session import StartedJob
 from hpctrain.launch.launcher import Launcher
 from hpctrain.launch.threads import NodeLoad, set_threads
-from hpctrain.nn.layers import Layer, lowered
+from hpctrain.nn.layers import Layer
+from hpctrain.nn.network import Lowering
 from hpctrain.optim.base import Optimizer
 from hpctrain.optim.schedules import LearningRateSchedule
 from hpctrain.storage import checkpoint
@@ -366,11 +367,11 @@ def test_a_shape_with_its_channels_first_is_refused_as_such(image_shape: tuple[i
     first, *sides = image_shape
     sentence = f"image_shape is {image_shape}, but shapes are (height, width, channels); the nearest is {(*sides, first)}."
     with pytest.raises(hpctrain.HpctrainError) as raised:
-        lowered(hpctrain.model("small"), 1, image_shape, "float32")
+        Lowering(hpctrain.model("small")).graph(1, image_shape)
     assert str(raised.value) == sentence
     model = hpctrain.Sequential([hpctrain.Conv2d(28, 4, 5), hpctrain.ReLU()])
     with pytest.raises(hpctrain.HpctrainError, match="Layer 0: An image of height"):  # too small, but its channels fit
-        lowered(model, 1, image_shape, "float32")
+        Lowering(model).graph(1, image_shape)
 
 
 @pytest.mark.job

@@ -73,8 +73,7 @@ def calibrate(out: Path, seconds: float, threads: int | None) -> None:
         from hpctrain.planner.measure.measurement import run_calibration
 
         world = start_world(launcher, _DEADLINE_SECONDS)
-        place = StartedJob(world, plan.threads, _DEADLINE_SECONDS).place()
-        kernels = make_backend("auto", place=place).kernels
+        kernels = make_backend("auto", place=StartedJob(world, plan.threads, _DEADLINE_SECONDS).place()).kernels
         begin = time.perf_counter()
         machine = run_calibration(world, kernels, plan.threads, seconds, out, _DEADLINE_SECONDS)
         if world.rank == 0:

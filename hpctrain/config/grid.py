@@ -15,8 +15,7 @@ from hpctrain.backend.graph import Graph
 from hpctrain.config.schema import AveragerConfig, Config, GridConfig, PlanConfig
 from hpctrain.core.errors import ConfigError, HpctrainError
 from hpctrain.models import catalogue
-from hpctrain.nn.layers import lowered
-from hpctrain.nn.network import frozen_layers, with_frozen
+from hpctrain.nn.network import Lowering
 from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
 from hpctrain.parallel.partition_graph import partition_graph
 
@@ -83,8 +82,7 @@ def model_graph(config: Config, side: int | None = None, *, refuses: bool = Fals
         height, width, channels = catalogue.image_shape(name)
         height, width = (side, side) if side is not None else (height, width)
         channels = int(catalogue.check(name, options).get("channels_in", channels))
-        model = catalogue.build(name, options)
-        return with_frozen(lowered(model, 1, (height, width, channels), "float32"), frozen_layers(model, config.init.freeze))
+        return Lowering(catalogue.build(name, options), config.init.freeze).graph(1, (height, width, channels))
     except HpctrainError:
         if refuses:
             raise

@@ -36,8 +36,7 @@ from hpctrain.data.pipeline import ImageSizes, Pipeline, first_fault
 from hpctrain.data.sampler import ValidationSplit, hold_out
 from hpctrain.models import catalogue
 from hpctrain.models.state_dict import check_file_fits, declared_state
-from hpctrain.nn.layers import lowered
-from hpctrain.nn.network import ImageShape, Network, frozen_layers, with_frozen
+from hpctrain.nn.network import ImageShape, Lowering, Network
 from hpctrain.parallel.parallel_plan import ParallelPlan
 from hpctrain.storage import weights_file
 from hpctrain.training.passes import StatisticsSharing
@@ -453,4 +452,4 @@ def single_values_of(config: Config, ranks: int | None = None) -> SingleValues:
 
 def _graph(config: Config, classes: int, shape: ImageShape) -> Graph:
     model = catalogue.build(config.model.name, model_options(config, classes, shape))
-    return with_frozen(lowered(model, 1, shape, "float32"), frozen_layers(model, config.init.freeze))
+    return Lowering(model, config.init.freeze).graph(1, shape)

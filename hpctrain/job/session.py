@@ -199,11 +199,7 @@ class Session(StartedRank):
         return self.resolved.config
 
     def backend(self) -> Backend:
-        """Return the backend of this rank. A search has made it already, because the first one chooses the rank's GPU.
-
-        Raises:
-            BackendError: see `make_backend`.
-        """
+        """Return the backend of this rank: that of the search if there was one, because the first one chooses the rank's GPU."""
         config = self.config
         return self.resolved.backend or make_backend(config.backend, config.dtype, config.precision, self.place)
 

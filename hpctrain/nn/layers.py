@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, SupportsInt
 
-from hpctrain.backend.graph import Graph, GraphBuilder
+from hpctrain.backend.graph import GraphBuilder
 from hpctrain.backend.operators import AnyArrays, Operator, StepContext
 from hpctrain.backend.specs import (
     AdaptiveAveragePoolSpec,
@@ -43,27 +43,6 @@ from hpctrain.nn.parameter import Initializer, Interchange, ParameterSpec, Stati
 def join(prefix: str, name: str) -> str:
     """Return the dotted name of a child. The name of the root is empty."""
     return f"{prefix}.{name}" if prefix else name
-
-
-def lowered(model: Layer, samples: int, image_shape: tuple[int, int, int], dtype: str) -> Graph:
-    """Return the graph of a model for a batch of images of shape (H, W, C).
-
-    Raises:
-        ShapeError: the layers do not fit each other or the images. If the channels seem to be first, the message says so.
-    """
-    builder = GraphBuilder(TensorSpec((samples, *image_shape), dtype))
-    try:
-        return builder.build(model.lower(builder, 0, ""))
-    except ShapeError:
-        first, second, last = image_shape
-        specs = (layer.spec(name) for name, layer in model.walk() if isinstance(layer, Leaf))
-        channels = next((spec.channels_in for spec in specs if isinstance(spec, Conv2dSpec)), None)
-        if first not in (1, 3) or last == channels:
-            raise
-        raise ShapeError(
-            f"image_shape is {tuple(image_shape)}, but shapes are (height, width, channels); the nearest is "
-            f"{second, last, first}."
-        ) from None
 
 
 class Layer(metaclass=CheckedArguments):

@@ -14,23 +14,26 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from functools import partial
+from functools import lru_cache, partial
 from itertools import accumulate
 from types import MappingProxyType
 from typing import Protocol
 
-from hpctrain.backend.graph import Graph, Node
+from hpctrain.backend.graph import Graph, GraphBuilder, Node
 from hpctrain.backend.operators import Array, CapturesWork, KernelSet, LocalStatistics, Operator, StatisticsMerger, aligned
-from hpctrain.backend.specs import BatchNormSpec, SoftmaxCrossEntropySpec, parameter_dtype
+from hpctrain.backend.specs import BatchNormSpec, Conv2dSpec, SoftmaxCrossEntropySpec, TensorSpec, parameter_dtype
 from hpctrain.core.errors import ConfigError, ShapeError
 from hpctrain.core.text import nearest
 from hpctrain.nn.captured_program import CapturedProgram, Slices
 from hpctrain.nn.compile.compiler import compile_graph
 from hpctrain.nn.compile.plan import ExecutionPlan
 from hpctrain.nn.initialise import first_value
-from hpctrain.nn.layers import Layer, join, lowered
+from hpctrain.nn.layers import Layer, Leaf, join
 from hpctrain.nn.parameter import FlatGroup, FlatStatistics, Parameter, ParameterSpec, ProgramStatistics, StatisticSpec
 from hpctrain.nn.program import Program, SideBySide, alike
+
+#: (H, W, C) of one sample
+ImageShape = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
@@ -104,6 +107,43 @@ class Undistributed:
         return True, False
 
 
+class Lowering:
+    """A model that is lowered at any number of samples and any image shape. It keeps the last graphs.
+
+    Args:
+        freeze: name patterns of the layers that are not trained (see `frozen_layers`).
+
+    """
+
+    def __init__(self, model: Layer, freeze: Sequence[str] = (), dtype: str = "float32") -> None:
+        self.model, self.frozen = model, frozen_layers(model, freeze)
+        self._lowered = lru_cache(maxsize=16)(partial(_lowered, model, dtype, self.frozen))
+
+    def graph(self, samples: int, image_shape: ImageShape) -> Graph:
+        """Return the graph for images (samples, H, W, C), before fusion. If the channels seem to be first, the error says so."""
+        return self._lowered(samples, (*image_shape,))
+
+
+def _lowered(model: Layer, dtype: str, frozen: frozenset[str], samples: int, image_shape: ImageShape) -> Graph:
+    builder = GraphBuilder(TensorSpec((samples, *image_shape), dtype))
+    try:
+        graph = builder.build(model.lower(builder, 0, ""))
+    except ShapeError:
+        first, second, last = image_shape
+        specs = (layer.spec(name) for name, layer in model.walk() if isinstance(layer, Leaf))
+        channels = next((spec.channels_in for spec in specs if isinstance(spec, Conv2dSpec)), None)
+        if first not in (1, 3) or last == channels:
+            raise
+        raise ShapeError(
+            f"image_shape is {tuple(image_shape)}, but shapes are (height, width, channels); the nearest is "
+            f"{second, last, first}."
+        ) from None
+    shape = graph.tensors[graph.output].shape
+    if len(shape) != 2:
+        raise ShapeError(f"The model's output must have shape (N, classes), not {shape}; flatten or pool before the last layer.")
+    return replace(graph, nodes=tuple(_frozen(node) if node.name in frozen else node for node in graph.nodes))
+
+
 def frozen_layers(model: Layer, patterns: Sequence[str]) -> frozenset[str]:
     """Return the dotted names of the layers with parameters that match one of the patterns. "*" also matches dots.
 
@@ -131,18 +171,6 @@ def frozen_layers(model: Layer, patterns: Sequence[str]) -> frozenset[str]:
     return frozenset(frozen)
 
 
-def with_frozen(graph: Graph, layers: frozenset[str]) -> Graph:
-    """Return the graph with the layers `layers` frozen."""
-    if not layers:
-        return graph
-    return replace(graph, nodes=tuple(_frozen(node) if node.name in layers else node for node in graph.nodes))
-
-
-def layer_of(name: str) -> str:
-    """Return the name of the layer that has the parameter or running statistic `name`."""
-    return name.rpartition(".")[0]
-
-
 def _frozen(node: Node) -> Node:
     spec = node.spec
     if isinstance(spec, BatchNormSpec):
@@ -150,10 +178,13 @@ def _frozen(node: Node) -> Node:
     return replace(node, spec=spec, frozen=True)
 
 
+def layer_of(name: str) -> str:
+    """Return the name of the layer that has the parameter or running statistic `name`."""
+    return name.rpartition(".")[0]
+
+
 ALL, MODEL = "all", "model"  # names of the group of whole parameters and of the group of split parameters
 _ALONE: Mapping[str, StatisticsMerger] = MappingProxyType(dict.fromkeys(("all", "data", "split"), LocalStatistics()))
-#: (H, W, C) of one sample
-ImageShape = tuple[int, int, int]
 #: (parameter, index of a program among those side by side) -> array for the gradient, in the parameter's shape
 GradientBuffers = Callable[[Parameter, int], Array]
 _ProgramKey = tuple[ImageShape, tuple[tuple[int, ...], ...], bool, bool, GradientBuffers | None]
@@ -168,9 +199,6 @@ class Network:
 
     Args:
         model: root layer.
-        image_shape: (H, W, C) of one sample.
-        dtype: dtype of the activations.
-        seed: seed of the initial values.
         smoothing: label smoothing of the loss.
         class_weights: weight of each class in the loss of training steps, above 0; empty: all are 1.
         mergers: mergers of batch statistics by group of ranks: "all", "data" or "split" (see `BatchNormSpec.merge`).
@@ -179,11 +207,9 @@ class Network:
 
     Attributes:
         parameter_dtype: dtype of parameters, gradients and statistics.
-        loss_spec: loss of the network's programs.
         groups: groups of trained parameters: "all" has the parameters that are whole on this rank, "model" has the split ones.
         frozen: names of the layers that are not trained.
         frozen_groups: parameters of frozen layers, by the same names as `groups`.
-        parameters: this rank's parameters by full name.
         parameter_specs: declarations of the whole model's parameters by full name.
         shards: this rank's part of each parameter by full name; None for a whole parameter.
         slices: messages that carry each parameter, by parameter name.
@@ -218,7 +244,8 @@ class Network:
         self._loss = kernels.make_loss(self.loss_spec)
         self._programs: OrderedDict[_ProgramKey, SideBySide] = OrderedDict()
         self._arena: Array = kernels.allocate(0)
-        self.frozen = frozen_layers(model, frozen)
+        self._lowering = Lowering(model, frozen, dtype)
+        self.frozen = self._lowering.frozen
         graph = self.graph(1)
         self.distribution.prepare(graph)
         self.parameter_specs, statistic_specs = declared(model, graph)
@@ -269,13 +296,7 @@ class Network:
 
     def graph(self, batch: int, image_shape: ImageShape | None = None) -> Graph:
         """Return the model lowered at (batch, H, W, C), before fusion."""
-        graph = with_frozen(lowered(self.model, batch, image_shape or self.image_shape, self.dtype), self.frozen)
-        shape = graph.tensors[graph.output].shape
-        if len(shape) != 2:
-            raise ShapeError(
-                f"The model's output must have shape (N, classes), not {shape}; flatten or pool before the last layer."
-            )
-        return graph
+        return self._lowering.graph(batch, image_shape or self.image_shape)
 
     def program(
         self, batch: int | Sequence[int], *, training: bool, input_gradient: bool = False, image_shape: ImageShape | None = None

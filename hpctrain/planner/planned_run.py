@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,9 +16,9 @@ import numpy as np
 from hpctrain.averaging.averagers import AVERAGERS, make_strategy
 from hpctrain.backend import specs as dtypes
 from hpctrain.backend.choice import Backend, make_backend
-from hpctrain.backend.graph import Graph, GraphBuilder
+from hpctrain.backend.graph import Graph
 from hpctrain.backend.operators import KernelSet, PixelInput
-from hpctrain.backend.specs import TensorSpec, item_bytes, parameter_dtype
+from hpctrain.backend.specs import item_bytes, parameter_dtype
 from hpctrain.comm.groups import check_grid
 from hpctrain.comm.link import LinkModel
 from hpctrain.config import grid
@@ -30,8 +30,7 @@ from hpctrain.data.pipeline import Pipeline, leaves_resize
 from hpctrain.data.sampler import counts
 from hpctrain.models import catalogue
 from hpctrain.nn.initialise import constant
-from hpctrain.nn.layers import Layer, lowered
-from hpctrain.nn.network import declared, frozen_layers, with_frozen
+from hpctrain.nn.network import Lowering, declared
 from hpctrain.nn.parameter import FlatGroup, ParameterSpec
 from hpctrain.optim.base import Optimizer
 from hpctrain.optim.optimizers import OPTIMIZERS
@@ -70,20 +69,37 @@ class PlannedRun:
         return Candidate(self.plan, AveragerChoice(averager.name, averager.options), self.config.micro_batches)
 
 
-def _job(
-    model: str,
-    graph_of: Callable[[int], Graph],
-    specs: Mapping[str, ParameterSpec],
+def job_of(
+    name: str,
+    lowering: Lowering,
     kernels: KernelSet,
     image_shape: Image,
     batch: int,
     optimizer: Optimizer,
-    averages: bool,
-    shards: int | None,
+    *,
+    averages: bool = False,
+    shards: int | None = None,
 ) -> Job:
+    """Return the job that trains a model.
+
+    Args:
+        image_shape: (H, W, C) of the model's input.
+        batch: samples of a step over all ranks.
+        optimizer: optimiser that is not in use by a replica.
+        averages: whether an average of the weights is kept.
+        shards: number of shards whose sums have a fixed order; None: the order depends on the ranks.
+
+    Raises:
+        ShapeError: the layers do not fit each other or the images.
+    """
+
+    def graph_of(samples: int) -> Graph:
+        return lowering.graph(samples, image_shape)
+
+    specs, _ = declared(lowering.model, graph_of(1))
     state = state_arrays(optimizer, averages=False)
     return Job(
-        model,
+        name,
         graph_of,
         specs,
         kernels,
@@ -132,40 +148,6 @@ def state_arrays(optimizer: Optimizer, *, averages: bool) -> int:
     optimizer.bind(group, group.segments)
     sizes = [int(array.size) for array in optimizer.state(group.segments[0]).values()]
     return sum(sizes) + int(averages)
-
-
-def of_network(
-    model: Layer,
-    image_shape: Image,
-    kernels: KernelSet,
-    *,
-    dtype: str,
-    batch: int,
-    optimizer: Optimizer,
-    averages: bool = False,
-    shards: int | None = None,
-) -> Job:
-    """Return the job that trains a network written in Python.
-
-    Args:
-        model: the network.
-        image_shape: (H, W, C) of its input.
-        kernels: kernel set that computes.
-        dtype: dtype of activations.
-        batch: samples of a step over all ranks.
-        optimizer: optimiser that is not in use by a replica.
-        averages: whether an average of the weights is kept.
-        shards: number of shards whose sums have a fixed order; None: the order depends on the ranks.
-
-    Raises:
-        ShapeError: the layers do not fit each other or the images.
-    """
-
-    def graph_of(samples: int) -> Graph:
-        return lowered(model, samples, image_shape, dtype)
-
-    specs, _ = declared(model, graph_of(1))
-    return _job(type(model).__name__, graph_of, specs, kernels, image_shape, batch, optimizer, averages, shards)
 
 
 def plan_for(config: Config, ranks: int | None) -> ParallelPlan:
@@ -224,21 +206,16 @@ def prepare(
             assumption = _assumption(config, image, classes)
     backend = backend or make_backend(config.backend, config.dtype, config.precision)
     model = catalogue.build(config.model.name, model_options(config, classes, image))
-    shape, frozen = image, frozen_layers(model, config.init.freeze)
-
-    def graph_of(batch: int) -> Graph:
-        builder = GraphBuilder(TensorSpec((batch, *shape), backend.dtype))
-        return with_frozen(builder.build(model.lower(builder, 0, "")), frozen)
-
-    sample = graph_of(1)
-    plan.check([node.name for node in sample.nodes])
+    lowering = Lowering(model, config.init.freeze, backend.dtype)
+    plan.check([node.name for node in lowering.graph(1, image).nodes])
     if plan.rows == 1:  # no layer is split
         plan = ParallelPlan(1, plan.cols)
-    specs, _ = declared(model, sample)
     optimizer = OPTIMIZERS.create(config.optimizer.name, config.optimizer.options)
-    averages = config.ema.decay is not None
-    shards = config.exact.shards
-    job = _job(config.model.name, graph_of, specs, backend.kernels, image, config.batch, optimizer, averages, shards)
+    job = job_of(
+        *(config.model.name, lowering, backend.kernels, image, config.batch, optimizer),
+        averages=config.ema.decay is not None,
+        shards=config.exact.shards,
+    )
     return PlannedRun(config, job, plan, job.counts(plan.rows * plan.cols, plan.rows), assumption)
 
 

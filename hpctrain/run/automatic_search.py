@@ -34,6 +34,7 @@ from hpctrain.job.automatic_choice import (
 )
 from hpctrain.job.session import StartedJob
 from hpctrain.nn.layers import Layer
+from hpctrain.nn.network import Lowering
 from hpctrain.optim.base import Optimizer
 from hpctrain.optim.optimizers import OPTIMIZERS
 from hpctrain.planner.costs import machine_file
@@ -41,7 +42,7 @@ from hpctrain.planner.costs.compute_costs import ComputeCosts, MeasuredCosts, Ra
 from hpctrain.planner.costs.machine import Machine
 from hpctrain.planner.job import Candidate, Job
 from hpctrain.planner.measure.measurement import measured, measured_times
-from hpctrain.planner.planned_run import Image, PlannedRun, of_network, prepare
+from hpctrain.planner.planned_run import PlannedRun, job_of, prepare
 from hpctrain.planner.search.configured_search import with_candidate
 from hpctrain.planner.search.search import SearchChoice, search
 from hpctrain.planner.search.search_space import SearchSpace, configured_space, kept_sections, open_grid
@@ -167,16 +168,9 @@ class Automatic:
             check_counts(micro_batches=(self.micro_batches, 1))
             check_types(Automatic, vars(self), model='hpctrain.model("small")', image_shape="(28, 28, 1), for example")
             chosen = make_backend(self.backend, self.dtype, self.precision, place)
-            optimizer = optimizer_of(self.optimizer)()
-            return of_network(
-                self.model,
-                self.image_shape,
-                chosen.kernels,
-                dtype=chosen.dtype,
-                batch=batch,
-                optimizer=optimizer,
-                averages=self.ema_decay is not None,
-            )
+            optimizer, lowering = optimizer_of(self.optimizer)(), Lowering(self.model, dtype=chosen.dtype)
+            name, averages = type(self.model).__name__, self.ema_decay is not None
+            return job_of(name, lowering, chosen.kernels, self.image_shape, batch, optimizer, averages=averages)
 
         job = raise_on_all_ranks(started.world, planned)
         fixed_grid = open_grid(started.world.size, job.kernels)
@@ -217,7 +211,7 @@ def choose(config: Config, started: StartedJob, resume: str | None, repeated: st
     if kept is not None:
         return Resolved(kept.applied(config), kept, None, lines, backend)
     _check_same_images(config, world)
-    task = raise_on_all_ranks(world, lambda: with_default_plan(config, world.size, backend=backend))
+    task = raise_on_all_ranks(world, lambda: with_default_plan(config, world.size, backend))
     space = configured_space(config, world.size, kept_sections(config), task.job.kernels)
     outcome = find(started, task.job, space, config.machine)
     choice = _choice(config, world.size, task, outcome)
@@ -256,7 +250,7 @@ def _stored(
         return None, (f"{ranks} ranks instead of {choice.ranks}: choosing {open_sections} again",)
     if set(choice.sections) != set(config.automatic):
         return None, (f"auto was set for {' and '.join(choice.sections)} until now: choosing {open_sections} again",)
-    choice.check_fits(with_default_plan(config, ranks, backend=backend), place)
+    choice.check_fits(with_default_plan(config, ranks, backend), place)
     return choice, (f"{choice.line(choice.applied(config))}; kept from {place}",)
 
 
@@ -269,11 +263,7 @@ def _of_checkpoint(source: tuple[Path, CheckpointContent] | None) -> tuple[Autom
 
 
 def _of_run(repeated: str | None) -> tuple[AutomaticChoice, str] | None:
-    """Return the choice of the run whose averaging is repeated, and its path; None if there is none.
-
-    Args:
-        repeated: run directory or checkpoint.
-    """
+    """Return the choice of the run whose averaging is repeated, and its path; None if there is none."""
     if repeated is None:
         return None
     if Path(repeated).is_file() or checkpoint.is_sharded(Path(repeated)):
@@ -289,12 +279,10 @@ def _choice(config: Config, ranks: int, task: PlannedRun, outcome: BestCandidate
     return AutomaticChoice(sections, ranks, model_digest(task), outcome.prediction, outcome.next_best)
 
 
-def with_default_plan(
-    config: Config, ranks: int, image: Image | None = None, classes: int | None = None, backend: Backend | None = None
-) -> PlannedRun:
+def with_default_plan(config: Config, ranks: int, backend: Backend | None = None) -> PlannedRun:
     """Return the run with defaults for its open sections. Model, images and parameters are the same for every choice.
 
     Raises:
         HpctrainError: configuration and data do not fit each other under any choice.
     """
-    return prepare(with_defaults(config), 1 if config.grid.automatic else ranks, image, classes, backend)
+    return prepare(with_defaults(config), 1 if config.grid.automatic else ranks, backend=backend)

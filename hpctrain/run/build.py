@@ -329,10 +329,6 @@ def _build(session: Session, opened: Mapping[Split, ImageFile], known: DataFacts
 def class_weights(config: Config, labels: np.ndarray, names: Sequence[str]) -> tuple[float, ...]:
     """Return the weight of each class in the loss of training steps; empty without weights.
 
-    Args:
-        labels: labels of the training images.
-        names: names of the classes.
-
     Raises:
         DataError: the number of weights is not that of the classes, or a class without images would have a balanced weight.
     """
