@@ -64,6 +64,7 @@ def test_a_process_that_is_alone_trains_where_one_rank_is_expected(job: Job, fol
 
 
 @pytest.mark.slow
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("local_rank", [0, 1])
 def test_ranks_that_are_alone_say_so_once_a_node(job: Job, folder: Path, local_rank: int) -> None:
     """As under a launcher of another MPI: each of a thousand ranks has a world of its own."""

@@ -119,6 +119,7 @@ def test_a_checkpoint_is_read_once_by_each_rank(folder: Path, monkeypatch: pytes
     assert len(reads) == ranks
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("ranks", [0, 3])
 def test_a_run_that_diverges_names_the_layer_and_keeps_nothing(folder: Path, ranks: int) -> None:
     outcome = _train(ranks, folder, "optimizer.lr=1e30", "checkpoint.every_steps=1", "checkpoint.keep=99", code=2)

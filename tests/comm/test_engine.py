@@ -97,15 +97,6 @@ def test_any_program_runs_in_posting_order_after_its_dependencies(chance: random
     assert all(queue.idle for queue in made)
 
 
-def test_a_wait_drives_all_queues() -> None:
-    """What is waited for here comes after something on a queue without a wait."""
-    engine = _engine()
-    split, data = engine.queue(SingleCommunicator("split")), engine.queue(SingleCommunicator("data"))
-    slow = split.post(lambda: Countdown(50), "slow")
-    engine.wait(data.post(lambda: Countdown(2), "target", after=[slow]))
-    assert slow.done
-
-
 def test_waiting_for_a_handle_outside_drives_the_queues() -> None:
     engine = _engine()
     ticket = engine.queue(SingleCommunicator()).post(lambda: Countdown(3), "inside")

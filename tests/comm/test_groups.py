@@ -247,11 +247,6 @@ def test_a_grid_that_does_not_fit_is_refused_with_the_nearest(rows: int, cols: i
         check_grid(rows, cols, size)
 
 
-@given(st.integers(1, 40), st.integers(1, 40))
-def test_grids_that_multiply_are_legal(rows: int, cols: int) -> None:
-    check_grid(rows, cols, rows * cols)
-
-
 def test_one_process_is_a_grid() -> None:
     grid = ProcessGrid(SingleCommunicator(), 1, 1)
     assert (grid.row, grid.col, grid.node_of) == (0, 0, (0,))
@@ -405,13 +400,6 @@ def test_every_wait_says_what_it_is_for() -> None:
 
     expected = ["sizes of gathered objects", "gathered objects", "size of a broadcast object", "broadcast object"]
     assert run_virtual(2, program) == [expected] * 2
-
-
-def test_one_process_gets_its_value_back() -> None:
-    def wait(handle: Handle, purpose: str) -> None:
-        assert handle.test(), purpose
-
-    assert mpi.allgather_object(SingleCommunicator(), {"a": 1}, wait) == [{"a": 1}]
 
 
 def test_gathered_values_are_copies() -> None:

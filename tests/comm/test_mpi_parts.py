@@ -13,16 +13,6 @@ from hpctrain.comm.base import piece
 from hpctrain.comm.mpi import MpiBuffers, MpiHandle, dtype_char, not_empty
 
 
-class Request:
-    """Has the results of its tests one after the other."""
-
-    def __init__(self, *results: bool) -> None:
-        self._results = list(results)
-
-    def Test(self) -> bool:
-        return self._results.pop(0)
-
-
 class Clock:
     """Nanoseconds that only scripted calls advance."""
 
@@ -39,11 +29,6 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     monkeypatch.setattr("hpctrain.comm.mpi.time.perf_counter_ns", scripted)
     monkeypatch.setattr(MpiHandle, "_shortest_ns", 400)
     return scripted
-
-
-def test_a_handle_is_complete_when_its_request_is() -> None:
-    handle = MpiHandle(Request(False, True), "barrier")
-    assert [handle.test(), handle.test()] == [False, True]
 
 
 class TimedRequest:

@@ -235,16 +235,6 @@ def test_the_distribution_makes_the_graph_of_a_program() -> None:
     assert program.x.shape == (3, *IMAGE)
 
 
-@pytest.mark.parametrize("dim", [0, 1])
-@pytest.mark.parametrize("ranks", [1, 2, 5, 9])
-def test_shards_put_together_are_the_whole(dim: int, ranks: int) -> None:
-    whole = np.arange(4 * 7).reshape(4, 7) if dim == 1 else np.arange(7 * 3 * 2).reshape(7, 3, 2)
-    shards = [Shard(dim, interval) for interval in even_intervals(7, ranks)]
-    parts = [whole[shard.index] for shard in shards]
-    assert all(np.shares_memory(part, whole) for part in parts if part.size)
-    assert np.array_equal(np.concatenate(parts, axis=dim), whole)
-
-
 def test_a_rank_alone_computes_everything() -> None:
     builder = GraphBuilder(TensorSpec((2, 3), "float32"))
     graph: Graph = builder.build(builder.emit("relu", ReluSpec(), (0,)))

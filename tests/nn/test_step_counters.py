@@ -53,10 +53,3 @@ def test_a_step_does_no_more_than_before(threads: int) -> None:
     if "avx2" not in processor_flags():
         pytest.skip("The processor lacks AVX2.")
     assert not risen(step_counters_with(threads))
-
-
-def test_one_more_is_seen() -> None:
-    measured = {name: dict(zip(COUNTERS, numbers, strict=True)) for name, numbers in GOLDEN.items()}
-    assert not risen(measured)
-    measured["vgg13"]["numpy_products"] += 1
-    assert risen(measured) == ["vgg13: numpy_products is 5, at most 4 is allowed"]

@@ -104,7 +104,7 @@ def _matrix(evaluation: Evaluation | Judgement) -> np.ndarray:
 
 
 @pytest.mark.slow
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("grid", "sharded"), [*((grid, False) for grid in GRIDS if grid != "1"), ("1x3", True), ("mixed 2x2", True)]
 )
@@ -155,6 +155,7 @@ def test_made_up_images_are_counted_alike_on_any_ranks(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("grid", ["1", "1x3", "mixed 2x2"])
 def test_every_rank_has_the_counts_of_the_evaluation(trained32: TrainedRun, grid: str) -> None:
     ranks, overrides = GRIDS[grid]
@@ -244,6 +245,7 @@ def test_pictures_have_the_bits_of_the_evaluation(trained32: TrainedRun, grid: s
 
 
 @pytest.mark.slow
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("grid", "flip"), [("1", False), ("mixed 2x2", True)])
 def test_averaged_weights_predict_what_they_are_evaluated_with(trained32: TrainedRun, grid: str, flip: bool) -> None:
     ranks, overrides = GRIDS[grid]
@@ -613,6 +615,7 @@ def test_a_run_whitens_patches_of_its_training_images(folder: Path) -> None:
         assert whole[key].tobytes() == values.tobytes(), key
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("grid", ["1x3", "mixed 2x2", "model 2x1"])
 def test_each_grid_starts_with_the_same_filters(folder: Path, grid: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """All ranks use the filters that the first one computed, and their own part of them if the layer is split."""

@@ -491,7 +491,7 @@ def _assert_nothing_is_lost(folder: Path, case: Case) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("seed", range(40))
 def test_a_run_disturbed_in_any_way_keeps_what_an_undisturbed_one_keeps(folder: Path, seed: int, capsys) -> None:
     """Killed, rolled back, and gone on with from the newest checkpoint, from the best, and from any, as often as it comes."""
@@ -571,6 +571,7 @@ def test_a_checkpoint_before_its_own_evaluation_does_not_miss_the_best_until_the
     assert "warning" not in capsys.readouterr().out
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("harm", ["removed", "damaged"])
 def test_a_lost_best_is_reported_and_another_takes_its_place(folder: Path, harm: str, capsys: pytest.CaptureFixture[str]) -> None:
     _whole(folder, "checkpoint.keep=2", accuracies=(3, 9, 4, 5))
@@ -687,6 +688,7 @@ def test_an_evaluation_of_other_test_data_does_not_come_back_as_best_after_a_rol
 
 @pytest.mark.slow
 @pytest.mark.job
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("right", [2, 9])
 def test_a_crash_at_any_call_to_the_system_leaves_the_best_until_then(tmp_path: Path, right: int) -> None:
     """The second checkpoint of three is the best until the third, which is worse or better; one is kept next to it."""

@@ -390,7 +390,7 @@ def _contents(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.slow
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("below", ["", "checkpoints"])
 def test_a_checkpoint_from_elsewhere_begins_a_new_run(
