@@ -23,11 +23,10 @@ from benchmarks.shapes import Shape, made_up_batch
 from hpctrain.averaging.averagers import make_strategy
 from hpctrain.backend.choice import make_backend
 from hpctrain.backend.specs import LinearSpec
-from hpctrain.comm import mpi, progress_mode
+from hpctrain.comm import mpi
 from hpctrain.comm.base import Communicator
 from hpctrain.comm.groups import ProcessGrid, levels, node_numbers
-from hpctrain.comm.progress import ProgressEngine
-from hpctrain.comm.progress_mode import ProgressMode
+from hpctrain.comm.progress import ProgressEngine, ProgressMode
 from hpctrain.data.loader import LoaderRank
 from hpctrain.models import catalogue
 from hpctrain.nn.network import Network
@@ -169,14 +168,14 @@ class Rank:
         }
 
     def _apply(self, variant: Variant) -> None:
-        progress_mode.apply(self.progress, variant.mode)
+        self.progress.set_mode(variant.mode)
         mpi._MOST_CALLS = variant.calls or _MOST_CALLS
 
     def _settle(self, variant: Variant) -> None:
         variant.replica.drain()
         variant.replica.settle()
         self.barrier()
-        progress_mode.apply(self.progress, ProgressMode.NONE)
+        self.progress.set_mode(ProgressMode.NONE)
 
     def warm_up(self, variant: Variant) -> None:
         """Steps that are not measured: set-up, and whatever a strategy measures by itself."""

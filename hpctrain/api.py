@@ -32,7 +32,7 @@ from hpctrain.cli.arguments import load_config
 from hpctrain.cli.failure import job_ends_on_error
 from hpctrain.cli.job_process import ConfiguredProcess, JobProcess
 from hpctrain.comm.base import Communicator, raise_on_all_ranks
-from hpctrain.comm.progress_mode import ProgressMode
+from hpctrain.comm.progress import ProgressMode
 from hpctrain.config.checks import refusal
 from hpctrain.config.load import from_mapping, keyword_overrides
 from hpctrain.config.schema import Config

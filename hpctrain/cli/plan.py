@@ -324,7 +324,7 @@ def simulate(
     efficiency and memory. Neither the machine nor the data is needed.
     """
     configs = _configs(file, overrides, averagers)
-    from hpctrain.comm.progress_mode import ProgressMode
+    from hpctrain.comm.progress import ProgressMode
     from hpctrain.planner.costs import machine_file
     from hpctrain.planner.search import configured_search
     from hpctrain.planner.simulation.tasks import SimulationOptions

@@ -24,6 +24,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from enum import StrEnum
 from typing import Any, NoReturn, TextIO, cast
 
 from hpctrain.comm.base import Communicator, Handle, LateHandle
@@ -33,6 +34,28 @@ from hpctrain.flight.recorder import FlightNotes, FlightRecorder
 from hpctrain.launch import process_end
 from hpctrain.launch.process_end import End
 from hpctrain.trace.tracer import HOOKS, Category, Tracer
+
+
+class ProgressMode(StrEnum):
+    """Way in which messages advance while kernels run.
+
+    NONE: not driven between waits, or by the transport itself (MPICH_ASYNC_PROGRESS=1, offloading networks). TEST: the program
+    tests operations in flight after each operator. THREAD: in addition, a thread tests every 200 us while an operator runs, which
+    requires MPI at thread level "serialized".
+    """
+
+    NONE = "none"
+    TEST = "test"
+    THREAD = "thread"
+
+    @property
+    def in_words(self) -> str:
+        """Description of the mode for users who have not read the documentation."""
+        return {
+            ProgressMode.NONE: "messages move by themselves while layers compute",
+            ProgressMode.TEST: "messages move whenever a layer is done",
+            ProgressMode.THREAD: "a thread moves messages while layers compute",
+        }[self]
 
 
 class MessageAccount:
@@ -481,6 +504,14 @@ class ProgressEngine:
             self.flight.beats += 1
         if self.polls_between_operators:
             self.poll()
+
+    def set_mode(self, mode: ProgressMode) -> None:
+        """Change the way in which messages advance while kernels run."""
+        self.polls_between_operators = mode is not ProgressMode.NONE
+        if mode is ProgressMode.THREAD:
+            self.start_thread()
+        else:
+            self.stop_thread()
 
     def start_thread(self) -> None:
         """Start a second thread, which drives operations in flight inside `computing`.

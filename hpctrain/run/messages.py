@@ -9,9 +9,8 @@ import os
 
 from hpctrain.backend import choice
 from hpctrain.backend.arithmetic import Arithmetic
-from hpctrain.comm import progress_mode
 from hpctrain.comm.base import Communicator
-from hpctrain.comm.progress_mode import ProgressMode
+from hpctrain.comm.progress import ProgressMode
 from hpctrain.comm.transports import Transport
 from hpctrain.config.checks import progress_fault, transport_fault
 from hpctrain.config.schema import Config
@@ -92,5 +91,5 @@ def set_progress(rank: StartedRank, network: Network, wanted: str) -> ProgressMo
             f'progress is {mode}, which needs the MPI thread level "serialized" or "multiple", but MPI has started at '
             f"{rank.mpi_library.rpartition(', ')[2]}; set progress to test, or use an MPI library with that level."
         )
-    progress_mode.apply(rank.progress, mode)
+    rank.progress.set_mode(mode)
     return mode

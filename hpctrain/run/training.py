@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from hpctrain.backend.specs import TensorSpec
 from hpctrain.comm.base import Communicator, raise_on_all_ranks
-from hpctrain.comm.progress_mode import ProgressMode
+from hpctrain.comm.progress import ProgressMode
 from hpctrain.config.grid import describe, parallel_plan
 from hpctrain.config.images import WARNING, data_line
 from hpctrain.config.load import dump

@@ -9,8 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from hpctrain.comm.base import SingleCommunicator
-from hpctrain.comm.progress import ProgressEngine
-from hpctrain.comm.progress_mode import ProgressMode, apply
+from hpctrain.comm.progress import ProgressEngine, ProgressMode
 from hpctrain.comm.waiting import ProgressThread
 
 PATIENCE_SECONDS = 20.0
@@ -152,13 +151,13 @@ def test_a_mode_says_what_it_does_in_words(mode: ProgressMode) -> None:
 
 def test_a_mode_is_applied_and_taken_back() -> None:
     engine = ProgressEngine(rank=0, deadline_seconds=9.0, abort=lambda code: None)
-    apply(engine, NONE)
+    engine.set_mode(NONE)
     assert not engine.polls_between_operators
-    apply(engine, THREAD)
+    engine.set_mode(THREAD)
     assert engine.polls_between_operators
     block = engine.computing()
-    apply(engine, THREAD)
+    engine.set_mode(THREAD)
     assert engine.computing() is block  # one thread, not two
-    apply(engine, TEST)
+    engine.set_mode(TEST)
     assert engine.polls_between_operators
     assert engine.computing() is not block

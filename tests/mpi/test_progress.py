@@ -20,11 +20,9 @@ from hpctrain.averaging.strategies.sharded import Sharded
 from hpctrain.averaging.strategies.sparse import Sparse
 from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
 from hpctrain.backend.onednn.kernel_set import OnednnKernelSet
-from hpctrain.comm import progress_mode
 from hpctrain.comm.base import Communicator
 from hpctrain.comm.link import measure_offset
-from hpctrain.comm.progress import ProgressEngine
-from hpctrain.comm.progress_mode import ProgressMode
+from hpctrain.comm.progress import ProgressEngine, ProgressMode
 from hpctrain.optim.optimizers import Lars, Sgd
 from hpctrain.run.trace_report import TraceReport
 from hpctrain.runs.directory import TABLE_FILE, TRACE_FILE
@@ -41,9 +39,9 @@ from tests.support.training import Task, batches, replica_of, train
 def test_training_does_not_depend_on_the_mode(world: Communicator, progress: ProgressEngine, mode: ProgressMode) -> None:
     task = Task(partial(nets.residual), NumpyKernelSet(), Sgd, steps=8)
     usual = train(task, world, progress, Blocking)
-    progress_mode.apply(progress, mode)
+    progress.set_mode(mode)
     other = train(task, world, progress, Blocking)
-    progress_mode.apply(progress, ProgressMode.TEST)
+    progress.set_mode(ProgressMode.TEST)
     for name, values in usual.parameters.items():
         assert np.array_equal(values, other.parameters[name]), name
 
@@ -51,7 +49,7 @@ def test_training_does_not_depend_on_the_mode(world: Communicator, progress: Pro
 @pytest.mark.mpi_differs
 @pytest.mark.parallel([2, 3])
 def test_many_messages_under_the_thread_arrive_whole(world: Communicator, progress: ProgressEngine) -> None:
-    progress_mode.apply(progress, ProgressMode.THREAD)
+    progress.set_mode(ProgressMode.THREAD)
     queue = progress.queue(world)
     left = np.ones((200, 200))
     for repeat in range(30):
@@ -91,13 +89,13 @@ def test_the_bits_are_those_without_a_thread(world: Communicator, progress: Prog
     task = Task(partial(nets.residual), OnednnKernelSet(), optimizer, dtype="float32", steps=8)
     usual = train(task, world, progress, strategy, nominal_batch=task.batch, **options)
     switches = sys.getswitchinterval()
-    progress_mode.apply(progress, ProgressMode.THREAD)
+    progress.set_mode(ProgressMode.THREAD)
     sys.setswitchinterval(1e-5)
     try:
         other = train(task, world, progress, strategy, nominal_batch=task.batch, **options)
     finally:
         sys.setswitchinterval(switches)
-        progress_mode.apply(progress, ProgressMode.TEST)
+        progress.set_mode(ProgressMode.TEST)
     for name, values in usual.parameters.items():
         assert np.array_equal(values, other.parameters[name]), name
     assert [total.loss for total in usual.totals] == [total.loss for total in other.totals]

@@ -13,7 +13,7 @@ from hpctrain.backend.graph import Graph
 from hpctrain.backend.operators import KernelSet
 from hpctrain.backend.specs import Conv2dSpec, LinearSpec
 from hpctrain.comm.groups import check_grid
-from hpctrain.comm.progress_mode import ProgressMode
+from hpctrain.comm.progress import ProgressMode
 from hpctrain.config import grid
 from hpctrain.config.schema import Config
 from hpctrain.core.errors import ConfigError

@@ -9,7 +9,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from hpctrain.comm.progress_mode import ProgressMode
+from hpctrain.comm.progress import ProgressMode
 from hpctrain.comm.waiting import INTERVAL_SECONDS
 from hpctrain.planner.costs.collective_costs import CollectiveStage
 from hpctrain.planner.simulation.operations import MeetingShare, OperationQueue, Posted, SimulatedGroup

@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 import numpy as np
 
 from hpctrain.averaging.collective_schedule import EventKind
-from hpctrain.comm.progress_mode import ProgressMode
+from hpctrain.comm.progress import ProgressMode
 from hpctrain.core.errors import ConfigError, DeadlockError
 from hpctrain.planner.costs import collective_costs
 from hpctrain.planner.costs.collective_costs import CollectiveStage, Kind

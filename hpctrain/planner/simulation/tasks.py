@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from hpctrain.averaging.collective_schedule import CollectiveSchedule, LocalEventKey
 from hpctrain.averaging.sixteen_bits import Rounding
 from hpctrain.comm.groups import Levels
-from hpctrain.comm.progress_mode import ProgressMode
+from hpctrain.comm.progress import ProgressMode
 from hpctrain.planner.costs.collective_costs import GridPlacements, GroupPlacement
 from hpctrain.trace.time_table import TimeTable
 from hpctrain.trace.tracer import Category, Events

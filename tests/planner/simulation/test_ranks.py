@@ -11,7 +11,7 @@ import pytest
 
 from hpctrain.averaging.collective_schedule import CollectiveSchedule, Operation, OperationKind, Stream, dependencies
 from hpctrain.averaging.slicing import Slice
-from hpctrain.comm.progress_mode import ProgressMode
+from hpctrain.comm.progress import ProgressMode
 from hpctrain.core.errors import ConfigError
 from hpctrain.planner.costs import collective_costs
 from hpctrain.planner.costs.collective_costs import CollectiveStage, GridPlacements

@@ -18,7 +18,7 @@ from hpctrain.averaging.strategies.bucketed import Bucketed
 from hpctrain.averaging.strategies.priority import Priority
 from hpctrain.averaging.strategies.sharded import Sharded
 from hpctrain.comm.link import LinkModel
-from hpctrain.comm.progress_mode import ProgressMode
+from hpctrain.comm.progress import ProgressMode
 from hpctrain.core.errors import ConfigError, DeadlockError
 from hpctrain.nn.parameter import GroupLayout, ParameterSpec
 from hpctrain.planner.costs.collective_costs import stages, unhindered_seconds
