@@ -29,8 +29,6 @@ from typing import Any, ClassVar, get_args
 import numpy as np
 
 from hpctrain.cli.arguments import load_config
-from hpctrain.cli.failure import job_ends_on_error
-from hpctrain.cli.job_process import ConfiguredProcess, JobProcess
 from hpctrain.comm.base import Communicator, raise_on_all_ranks
 from hpctrain.comm.progress import ProgressMode
 from hpctrain.config.checks import refusal
@@ -60,6 +58,8 @@ from hpctrain.models import catalogue
 from hpctrain.nn.layers import Layer
 from hpctrain.optim.schedules import SCHEDULES, LearningRateSchedule
 from hpctrain.parallel.groups import GridGroups
+from hpctrain.process.ends import job_ends_on_error
+from hpctrain.process.rank import ConfiguredProcess, JobProcess
 from hpctrain.run.automatic_search import Automatic
 from hpctrain.run.python_job import Job, LoopCheckpoints, Stopped
 from hpctrain.run.result import EpochCallback, EpochValues, TrainingResult, stored_result

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from hpctrain.cli.arguments import FILE, OVERRIDES, FilePath, OneOf, OutputFile, Seconds
-from hpctrain.cli.failure import Commands
 from hpctrain.core.text import counted, echo, echo_block, wrapped
+from hpctrain.process.ends import Commands
 
 if TYPE_CHECKING:
     from hpctrain.bench.data import DataRates

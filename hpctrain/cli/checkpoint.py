@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from hpctrain.cli.arguments import FilePath, OneOf, OutputFile, or_newest_trained
-from hpctrain.cli.failure import Commands
 from hpctrain.core.errors import CheckpointError, ConfigError
 from hpctrain.core.text import counted, echo, echo_block, echo_wrapped, shell_word, size_text
+from hpctrain.process.ends import Commands
 
 if TYPE_CHECKING:
     import numpy as np

@@ -15,9 +15,9 @@ import click
 
 from hpctrain.cli.arguments import FILE, OVERRIDES, FilePath, load_config
 from hpctrain.cli.arguments import examples as complete_examples
-from hpctrain.cli.failure import Commands
 from hpctrain.core.files import nearest_file
 from hpctrain.core.text import echo, echo_block, echo_wrapped
+from hpctrain.process.ends import Commands
 
 
 @click.group(cls=Commands)

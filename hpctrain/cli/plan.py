@@ -16,9 +16,9 @@ import click
 
 from hpctrain.cli.arguments import FILE, OVERRIDES, FilePath, OneOf, OutputFile, Seconds, load_config
 from hpctrain.cli.bench import RankCounts
-from hpctrain.cli.failure import Commands
 from hpctrain.core.errors import ConfigError
 from hpctrain.core.text import echo, echo_block
+from hpctrain.process.ends import Commands
 
 if TYPE_CHECKING:
     from hpctrain.comm.link import LinkModel

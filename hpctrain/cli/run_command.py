@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from hpctrain.cli.arguments import Seconds
-from hpctrain.cli.failure import check_values
 from hpctrain.core.errors import LaunchError
 from hpctrain.core.files import open_own
 from hpctrain.core.text import echo
+from hpctrain.process.ends import check_values
 
 if TYPE_CHECKING:
     from hpctrain.launch.supervisor import Attempt, TrainCommand

@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING
 import click
 
 from hpctrain.cli.arguments import RUNS, FilePath, OutputFile, Seconds, newest_runs
-from hpctrain.cli.failure import job_ends_on_error
-from hpctrain.cli.job_process import ConfiguredProcess
 from hpctrain.core.errors import DataError
 from hpctrain.core.text import counted, echo, echo_block, escaped, size_text
 from hpctrain.launch.launcher import detect
 from hpctrain.launch.threads import set_threads
+from hpctrain.process.ends import job_ends_on_error
+from hpctrain.process.rank import ConfiguredProcess
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -28,8 +28,6 @@ from hpctrain.cli.arguments import (
     load_config,
     log_ranks_option,
 )
-from hpctrain.cli.failure import job_ends_on_error
-from hpctrain.cli.job_process import ConfiguredProcess
 from hpctrain.core.errors import ConfigError
 from hpctrain.core.text import echo
 from hpctrain.flight import start_records
@@ -37,6 +35,8 @@ from hpctrain.launch.launcher import detect
 from hpctrain.launch.process_end import STOPPED, USER_ERROR, flush_to_reader
 from hpctrain.launch.signals import SignalWatch
 from hpctrain.launch.threads import set_threads
+from hpctrain.process.ends import job_ends_on_error
+from hpctrain.process.rank import ConfiguredProcess
 
 if TYPE_CHECKING:
     from hpctrain.config.schema import Config

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from hpctrain.cli.failure import USER_ERROR
+from hpctrain.process.ends import USER_ERROR
 from hpctrain_testing.run import Outcome, clean_environment, find_mpiexec
 from tests.cli.test_starting import folder as folder
 from tests.support.doctored import python_path

@@ -16,11 +16,11 @@ import pytest
 from click.testing import CliRunner
 
 from hpctrain.cli.config import KINDS
-from hpctrain.cli.failure import BUG, USER_ERROR, Commands, check_values, job_ends_on_error
 from hpctrain.cli.main import cli
 from hpctrain.core.errors import DataError
 from hpctrain.core.text import place
 from hpctrain.launch.process_start import STANDARD_OUTPUT
+from hpctrain.process.ends import BUG, USER_ERROR, Commands, check_values, job_ends_on_error
 from hpctrain_testing.run import Outcome
 from tests.support.here import run_here
 
@@ -356,7 +356,7 @@ def test_an_error_of_all_ranks_is_left_to_the_one_that_says_it(
 ) -> None:
     """With many ranks on few cores that one may come to it much later; a rank that may be alone waits for a moment only."""
     slept: list[float] = []
-    monkeypatch.setattr("hpctrain.cli.failure.time.sleep", slept.append)
+    monkeypatch.setattr("hpctrain.process.ends.time.sleep", slept.append)
     error = DataError("One.")
     with pytest.raises(SystemExit), job_ends_on_error(lambda: rank, lambda code: None):
         raise error if reported_by is None else error.of_all_ranks(reported_by)

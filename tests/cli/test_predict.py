@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hpctrain.cli.failure import USER_ERROR
+from hpctrain.process.ends import USER_ERROR
 from hpctrain_testing.run import Outcome
 from tests.support.here import run_here
 from tests.support.runs import CLASSES, train

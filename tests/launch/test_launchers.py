@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.cli.job_process import JobProcess
 from hpctrain.core.errors import LaunchError
 from hpctrain.job.session import start_world
 from hpctrain.launch.launcher import (
@@ -23,6 +22,7 @@ from hpctrain.launch.launcher import (
 )
 from hpctrain.launch.supervisor import TrainCommand
 from hpctrain.launch.threads import NodeLoad, node_load, outnumbers_cores, physical_cores, rank_cores, set_threads, usable_cores
+from hpctrain.process.rank import JobProcess
 from hpctrain_testing.run import Outcome, find_mpiexec, run_job
 
 HYDRA = {"PMI_RANK": "5", "PMI_SIZE": "8", "MPI_LOCALNRANKS": "4", "MPI_LOCALRANKID": "1"}

@@ -183,7 +183,7 @@ def test_the_mask_comes_before_all_else() -> None:
         "hpctrain",
         "hpctrain.version",
         "hpctrain.cli",
-        "hpctrain.cli.start",
+        "hpctrain.process.start",
         "hpctrain.launch",
         "hpctrain.launch.process_start",
     }

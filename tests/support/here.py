@@ -19,14 +19,14 @@ from types import SimpleNamespace
 from typing import IO, Any
 from unittest.mock import patch
 
-from hpctrain.cli import failure
-from hpctrain.cli.job_process import ConfiguredProcess, JobProcess
 from hpctrain.cli.main import cli
 from hpctrain.comm.base import SingleCommunicator
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.core import log
 from hpctrain.job import session
 from hpctrain.launch.launcher import Launcher
+from hpctrain.process import ends as failure
+from hpctrain.process.rank import ConfiguredProcess, JobProcess
 from hpctrain.runs import directory
 from hpctrain_testing.run import Outcome, clean_environment
 from hpctrain_testing.virtual.communicator import ThreadCommunicator

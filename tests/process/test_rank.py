@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from hpctrain.cli.job_process import ConfiguredProcess, JobProcess
 from hpctrain.comm.base import SingleCommunicator
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.config.schema import Config
@@ -19,6 +18,7 @@ from hpctrain.launch import shared_segments
 from hpctrain.launch.launcher import Launcher
 from hpctrain.launch.process_end import End
 from hpctrain.launch.shared_segments import Removed
+from hpctrain.process.rank import ConfiguredProcess, JobProcess
 from hpctrain.run import messages
 
 TEXT = """

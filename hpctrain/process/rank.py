@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from hpctrain.cli.arguments import NONE, begin_log, load_config
-from hpctrain.cli.start import start_job
 from hpctrain.core import log, user_code
 from hpctrain.core.errors import HpctrainError, LaunchError
 from hpctrain.flight import start_records
@@ -28,15 +27,16 @@ from hpctrain.launch.launcher import Launcher, detect, lone_fault
 from hpctrain.launch.process_end import End
 from hpctrain.launch.process_start import forgive_writes
 from hpctrain.launch.threads import ThreadPlan, check_fork, set_threads
+from hpctrain.process.start import start_job
 from hpctrain.version import __version__
 
 if TYPE_CHECKING:
-    from hpctrain.cli.start import ReadConfig
     from hpctrain.comm.base import Communicator
     from hpctrain.comm.progress import ProgressEngine
     from hpctrain.config.schema import Config
     from hpctrain.core.yaml_source import Source
     from hpctrain.job.session import Session
+    from hpctrain.process.start import ReadConfig
 
 
 #: time limit for all ranks to end MPI
