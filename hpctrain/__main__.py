@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
-from hpctrain.process.start import main
+import sys
+
+from hpctrain.process.start import Begun
+
+
+def main() -> None:
+    """Run the command line."""
+    with Begun(sys.argv[1:]) as watch:
+        from hpctrain.cli.main import cli
+
+        cli(obj=watch)
+
 
 if __name__ == "__main__":
     main()

@@ -24,11 +24,10 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, get_args
+from typing import Any, get_args
 
 import numpy as np
 
-from hpctrain.cli.arguments import load_config
 from hpctrain.comm.base import Communicator, raise_on_all_ranks
 from hpctrain.comm.progress import ProgressMode
 from hpctrain.config.checks import refusal
@@ -59,7 +58,8 @@ from hpctrain.nn.layers import Layer
 from hpctrain.optim.schedules import SCHEDULES, LearningRateSchedule
 from hpctrain.parallel.groups import GridGroups
 from hpctrain.process.ends import job_ends_on_error
-from hpctrain.process.rank import ConfiguredProcess, JobProcess
+from hpctrain.process.rank import RankProcess
+from hpctrain.process.start import load_config
 from hpctrain.run.automatic_search import Automatic
 from hpctrain.run.python_job import Job, LoopCheckpoints, Stopped
 from hpctrain.run.result import EpochCallback, EpochValues, TrainingResult, stored_result
@@ -104,7 +104,7 @@ def start(
         signals: whether a signal to stop (INT, TERM, USR1, HUP) sets `Job.stop_requested` instead of ending the process.
     """
     asked = _Asked(batch, rows, cols, threads, progress, deadline_seconds, automatic, flight, signals)
-    process = JobProcess(detect(os.environ))
+    process = RankProcess()
 
     def abort(code: int) -> None:
         if process.launcher.starts_mpi:  # a lone process ends by the exception, and may be a notebook
@@ -174,7 +174,7 @@ class _Asked:
             raise ConfigError("signals is True, but Python receives signals in its main thread only; call `start` there.")
 
 
-def _started(process: JobProcess, asked: _Asked, watch: SignalWatch | None) -> Job:
+def _started(process: RankProcess, asked: _Asked, watch: SignalWatch | None) -> Job:
     """Return the job of a process. Errors are raised once all ranks can raise them, so that no rank is left waiting."""
     launcher = process.launcher
     world = process.start_world(asked.limit_seconds)
@@ -228,7 +228,7 @@ def _program() -> Path | None:
     return Path(name) if name is not None and Path(name).is_file() else None
 
 
-def _alone(process: JobProcess) -> contextlib.AbstractContextManager[object]:
+def _alone(process: RankProcess) -> contextlib.AbstractContextManager[object]:
     """Return the context that ends a process without a launcher in order, even after an exception; else an empty context."""
     return contextlib.nullcontext() if process.launcher.starts_mpi else process.exits
 
@@ -305,10 +305,10 @@ def train(
         watch = SignalWatch()
         if threading.current_thread() is threading.main_thread():
             watch = restored.enter_context(taken_signals(detect(os.environ).rank or 0, trains=True))
-        process = _CalledProcess(watch, resume=resume is not None, steps=steps, on_epoch=on_epoch is not None)
+        process = RankProcess(stays=True, resume=resume is not None, steps=steps, on_epoch=on_epoch is not None)
         source = str(path_of(resume)) if isinstance(resume, str | os.PathLike) else None
         try:
-            end, result, callback = process.called(read, source, steps, on_epoch, style)
+            end, result, callback = _trained(process, watch, read, source, steps, on_epoch, style)
         except HpctrainError as error:  # its sentence is complete; the frames between it and the call help no user
             raise error.with_traceback(None) from None
     if callback is not None:
@@ -319,73 +319,52 @@ def train(
     return result
 
 
-class _CalledProcess(ConfiguredProcess):
-    """Process that a program has started, in which MPI stays when a training ends.
+def _trained(
+    process: RankProcess,
+    watch: SignalWatch,
+    read: Callable[[], tuple[Config, Source]],
+    resume: str | None,
+    steps: int,
+    on_epoch: Callable[[EpochValues], object] | None,
+    style: ProgressStyle | None,
+) -> tuple[RunEnd, TrainingResult, EpochCallback | None]:
+    """Train, and leave no threads, messages or communicators at the end. MPI stays. Arguments: see `train`.
 
     Args:
         watch: watch of the process's signals.
-        resume, on_epoch: whether the program has passed these arguments, which must be the same on all ranks.
-        steps: argument of the program.
     """
+    with _raised_or_ended(process), process.exits:
+        process.refuse_alone()
+        session = process.session(read, trains=True, resume=resume)
+        if not process.launcher.starts_mpi and process.ownership is not None:
+            process.exits.callback(process.ownership.release)  # no other rank writes to the run after an error of this one
+        callback = None if on_epoch is None else EpochCallback(session, on_epoch)
+        try:
+            end = run_training(
+                session,
+                watch,
+                resume=resume,
+                steps=steps,
+                style=style,
+                ownership=process.ownership,
+                end_after=callback,
+                in_program=True,
+            )
+        except (DivergedError, CorruptedStateError):  # all ranks raise them in the same step, with messages in flight
+            session.progress.drain()
+            raise
+        outcome = end.outcome
+        stopped = "steps" if outcome.steps_reached else "on_epoch" if end.reason is None else str(end.reason)
+        result = stored_result(session, end.directory, outcome, stopped if outcome.stopped else None)
+        if process.launcher.starts_mpi:
+            from hpctrain.comm import mpi
 
-    #: revision of the repository and outcome of the trial of MPI, from the first training: processes must not start under MPI
-    _first: ClassVar[tuple[Mapping[str, object], str | None] | None] = None
-
-    def __init__(self, watch: SignalWatch, *, resume: bool, steps: int, on_epoch: bool) -> None:
-        super().__init__(resume=resume, steps=steps, on_epoch=on_epoch)
-        self._signals = watch
-
-    def end_mpi(self) -> None:
-        """Leave MPI to the end of the program, since a process can start it once only."""
-
-    def start_processes(self) -> None:
-        if self.launcher.starts_mpi and _CalledProcess._first is not None:
-            self._revision, self._device_messages = _CalledProcess._first
-            return
-        super().start_processes()
-        _CalledProcess._first = self._revision, self._device_messages
-
-    def called(
-        self,
-        read: Callable[[], tuple[Config, Source]],
-        resume: str | None,
-        steps: int,
-        on_epoch: Callable[[EpochValues], object] | None,
-        style: ProgressStyle | None,
-    ) -> tuple[RunEnd, TrainingResult, EpochCallback | None]:
-        """Train, and leave no threads, messages or communicators at the end. Arguments: see `train`."""
-        with _raised_or_ended(self), self.exits:
-            if not self.launcher.starts_mpi:  # no other rank writes to the run after an error of this one
-                self.exits.callback(self.ownership.release)
-            self.refuse_alone()
-            session = self.start_from(read, resume, trains=True)
-            callback = None if on_epoch is None else EpochCallback(session, on_epoch)
-            try:
-                end = run_training(
-                    session,
-                    self._signals,
-                    resume=resume,
-                    steps=steps,
-                    style=style,
-                    ownership=self.ownership,
-                    end_after=callback,
-                    in_program=True,
-                )
-            except (DivergedError, CorruptedStateError):  # all ranks raise them in the same step, with messages in flight
-                session.progress.drain()
-                raise
-            outcome = end.outcome
-            stopped = "steps" if outcome.steps_reached else "on_epoch" if end.reason is None else str(end.reason)
-            result = stored_result(session, end.directory, outcome, stopped if outcome.stopped else None)
-            if self.launcher.starts_mpi:
-                from hpctrain.comm import mpi
-
-                mpi.free(session.world)
-            return end, result, callback
+            mpi.free(session.world)
+        return end, result, callback
 
 
 @contextlib.contextmanager
-def _raised_or_ended(process: JobProcess) -> Iterator[None]:
+def _raised_or_ended(process: RankProcess) -> Iterator[None]:
     """Raise errors that all ranks raise alike. Any other error of one of several ranks ends the job."""
     alike: HpctrainError | None = None
     alone = not process.launcher.starts_mpi

@@ -229,7 +229,7 @@ def test_the_contracts_of_imports_lack_no_module() -> None:
     _, without_mpi, production = (set(contract.get("source_modules", ())) for contract in contracts[:3])
     all_modules = {module for module in modules() if module.count(".") == 1}
     assert production == all_modules - {"hpctrain.testing"}
-    with_mpi = ("__main__", "api", "bench", "cli", "comm", "doctor", "job", "report", "run")
+    with_mpi = ("__main__", "api", "bench", "cli", "comm", "doctor", "job", "process", "report", "run")
     assert all_modules - without_mpi == {f"hpctrain.{name}" for name in with_mpi}
 
 

@@ -1,7 +1,6 @@
 """The command line. Commands parse options, call the packages below, and print the results.
 
-`main.py` lists the module of each command, and `failure.py` is the only module that turns an exception into text. Modules of
-commands import nothing heavy at the top, as `hpctrain --help` loads them all. Modules of tables import rich, and are loaded by
-commands that print. Read `main.py` first, and then `start.py`, which states the order of everything before MPI starts. Only `api`
-and `__main__` import this package.
+`main.py` lists the module of each command. Modules of commands import nothing heavy at the top, as `hpctrain --help` loads them
+all. Modules of tables import rich, and are loaded by commands that print. Read `main.py` first, and then `process/start.py`, the
+order of everything before MPI starts. Only `__main__` imports this package.
 """

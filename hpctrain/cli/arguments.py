@@ -1,30 +1,28 @@
-"""Arguments shared by several commands: paths, configurations with overrides, ranks that keep a log, and completion.
-
-Every command reads its configuration with `load_config`, which reports an unknown name before the errors that follow from it.
-Nothing heavy is imported at the top.
-"""
+"""Groups and arguments of commands: unknown words, paths, overrides and completion. Imports nothing heavy at the top."""
 
 from __future__ import annotations
 
 import math
 import os
 import re
-from collections.abc import Callable
+import shutil
+import signal
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from hpctrain.core import log
-from hpctrain.core import log as rank_log
 from hpctrain.core.errors import ConfigError
 from hpctrain.core.files import expanded
-from hpctrain.core.text import choices, counted, echo, nearest
-from hpctrain.launch.launcher import Launcher, detect
+from hpctrain.core.text import choices, counted, echo, synonyms, wrapped
+from hpctrain.launch import process_end
+from hpctrain.launch.launcher import detect
+from hpctrain.process.ends import INTERRUPTED, Left, say, user_errors_end_in_sentences
+from hpctrain.process.start import NO_RANK
 
 if TYPE_CHECKING:
-    from hpctrain.config.schema import Config
-    from hpctrain.core.yaml_source import KeyPath, Source
     from hpctrain.runs.directory import RunDirectory
 
 
@@ -71,7 +69,6 @@ def check_output(path: Path, option: str = "", *, streams: bool = False) -> None
     Raises:
         ConfigError: the file cannot be written; the message has the option, the path and the reason.
     """
-    from hpctrain.core.errors import ConfigError
     from hpctrain.storage.atomic_write import check_target
 
     try:
@@ -165,75 +162,137 @@ def or_newest_trained(ctx: click.Context, parameter: click.Parameter, path: Path
     return newest_runs(trained=True)[0] if path is None and not ctx.resilient_parsing else path
 
 
-def load_config(file: Path, overrides: tuple[str, ...]) -> tuple[Config, Source]:
-    """Return the configuration in a file with overrides, checked against its schema. Imports no NumPy unless there is a fault.
-
-    Options of named objects are not checked here; see `check_names`.
-
-    Raises:
-        ConfigError: the configuration has faults; one sentence for each, with its position.
-    """
-    from hpctrain.config.load import load  # here: it loads pydantic and YAML, which `hpctrain --help` does not need
-
-    return load(file, overrides, _refusal)
-
-
-def _refusal(path: KeyPath, name: str) -> str | None:
-    from hpctrain.config.checks import refusal
-
-    return refusal(path, name)
-
-
-ALL, NONE = "all", "none"
-_SPANS = re.compile(r"\d+(-\d+)?(,\d+(-\d+)?)*")
-
-
 def log_ranks_option(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add the option --log-ranks to a command; the argument is `log_ranks`."""
     return click.option(
         "--log-ranks",
-        default=NONE,
+        default=NO_RANK,
         metavar="all|none|0,3,8-15",
         help="Ranks whose full log, with times, errors and stack traces, is written to logs/rank-NNNN.log in the run directory.",
     )(command)
 
 
-def begin_log(text: str, launcher: Launcher) -> None:
-    """Configure the log of this rank by the value of --log-ranks. Records are buffered until the log file exists.
+class Commands(click.Group):
+    """Group of commands. An error that the user can fix ends the command with sentences on standard error and exit code 2."""
+
+    group_class = type  # subgroups have the same class
+
+    def main(self, *arguments: Any, **options: Any) -> Any:
+        """Run the command line, and flush standard output, so that a failed write ends the command as any other error."""
+        with user_errors_end_in_sentences():
+            try:
+                return super().main(*arguments, **options)
+            finally:
+                sys.stdout.flush()
+
+    def invoke(self, ctx: click.Context) -> Any:
+        with user_errors_end_in_sentences():
+            try:
+                return super().invoke(ctx)
+            except KeyboardInterrupt:
+                say(INTERRUPTED, None)
+                raise Left(process_end.SIGNALLED + signal.SIGINT) from None
+            except click.NoSuchOption as error:
+                raise _as_override(error) from None
+            except click.BadOptionUsage as error:
+                command = None if ctx.invoked_subcommand is None else self.get_command(ctx, ctx.invoked_subcommand)
+                raise (
+                    error if command is None else _with_values(error, click.Context(command, ctx, ctx.invoked_subcommand))
+                ) from None
+            except click.UsageError as error:
+                raise _of_several_paths(error) from None
+
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
+        """Return the command as click does. Raise if it is unknown, naming the nearest one, or if an option has no value."""
+        name = args[0]
+        if name not in self.list_commands(ctx) and not name.startswith("-") and not ctx.resilient_parsing:
+            if name == "help":
+                words = " ".join([ctx.command_path, *args[1:], "--help"])
+                raise click.UsageError(f'There is no command "help"; use `{words}`.', ctx)
+            deeper = " or ".join(f'"{words}"' for words in _below(self, ctx) if words.split()[-1] == name)
+            advice = f"the nearest is {deeper}" if deeper else choices(name, self.list_commands(ctx))
+            message = f'There is no command "{name}"; {advice}.'
+            raise click.UsageError(message if deeper else wrapped(message, shutil.get_terminal_size().columns), ctx)
+        word, command, rest = super().resolve_command(ctx, args)
+        if command is not None and not isinstance(command, click.Group) and not ctx.resilient_parsing:
+            check_values(click.Context(command, ctx, word, **command.context_settings), rest)
+        return word, command, rest
+
+
+def _below(group: click.Group, ctx: click.Context) -> Iterator[str]:
+    """Yield the commands of all nested groups with their words, such as "config check"."""
+    for name in group.list_commands(ctx):
+        command = group.get_command(ctx, name)
+        if isinstance(command, click.Group):
+            yield from (f"{name} {inner}" for inner in (*command.list_commands(ctx), *_below(command, ctx)))
+
+
+def check_values(ctx: click.Context, words: Sequence[str]) -> None:
+    """Raise if an option of a command is followed by another option instead of its value.
+
+    click would use the second option as the value of the first, such as --steps as the path of --resume. A value that begins with
+    -- can be given as --option=VALUE.
+
+    Args:
+        ctx: context of the command.
+        words: words after the command.
 
     Raises:
-        ConfigError: the value names no ranks, or a rank that the job does not have; the message has the nearest legal value.
+        click.BadOptionUsage: an option has no value. The message names it, its legal values and the next word.
     """
-    rank, size = launcher.rank or 0, launcher.expected_size or 1
-    if names_rank(text, size, rank):
-        rank_log.begin_rank_log()
-    log.configure(rank, size)
-    log.leave_warnings_to_rank_0(rank)
-
-
-def names_rank(text: str, size: int, rank: int) -> bool:
-    """Return whether a list of ranks contains `rank`, in a job of `size` ranks.
-
-    Raises:
-        ConfigError: as for `begin_log`.
-    """
-    if text in (ALL, NONE):
-        return text == ALL
-    words = text.replace(" ", "")
-    if not _SPANS.fullmatch(words):
-        near = nearest(text, (ALL, NONE)) or ALL
-        raise ConfigError(f"--log-ranks is {text!r}, but must be all, none, or ranks such as 0,3,8-15; the nearest is {near}.")
-    is_named = False
-    for span in words.split(","):
-        first, _, end = span.partition("-")
-        last = end or first
-        if int(first) > int(last):
-            raise ConfigError(
-                f"--log-ranks has {span}, but the first rank of a range must not exceed the last; use {last}-{first}."
+    options = {name: one for one in ctx.command.params if isinstance(one, click.Option) for name in one.opts}
+    rest = list(words)
+    while rest and rest[0] != "--" and (ctx.allow_interspersed_args or rest[0].startswith("-")):
+        name = rest.pop(0)
+        option = options.get(name)
+        if option is None or option.is_flag or option.count:
+            continue
+        if isinstance(option.flag_value, str) and rest and rest[0].startswith("-") and rest[0] != "-":
+            continue  # the value is optional, and click takes this word as the next option
+        wrong = next((word for word in rest[: option.nargs] if word.startswith("--")), None)
+        if wrong is not None:
+            raise click.BadOptionUsage(
+                name,
+                f"{name} needs a value ({_values(option, ctx)}), but the next word is the option {wrong}; write the value after "
+                f"{name}, or leave {name} out.",
+                ctx,
             )
-        if int(last) >= size:
-            raise ConfigError(
-                f"--log-ranks names rank {int(last)}, but the job has {counted(size, 'rank')}; the largest number is {size - 1}."
-            )
-        is_named = is_named or int(first) <= rank <= int(last)
-    return is_named
+        del rest[: option.nargs]
+
+
+def _values(option: click.Parameter, ctx: click.Context) -> str:
+    """Return the legal values of an option, such as "auto, best or PATH"; without a list, its metavariable."""
+    values = option.make_metavar(ctx).strip("[]").removesuffix(" RANGE")
+    first, _, last = values.replace("|", ", ").rpartition(", ")
+    return f"{first} or {last}" if first else last
+
+
+def _with_values(error: click.BadOptionUsage, ctx: click.Context) -> click.UsageError:
+    """Return the error of an option without its value, with the legal values if the option names them."""
+    option = next((one for one in ctx.command.params if error.option_name in one.opts), None)
+    if option is None or "|" not in option.make_metavar(ctx) or not error.message.endswith("requires an argument."):
+        return error
+    return click.BadOptionUsage(error.option_name, f"{error.option_name} needs a value: {_values(option, ctx)}.", ctx)
+
+
+def _of_several_paths(error: click.UsageError) -> click.UsageError:
+    """Return the error for unexpected words with advice if they are paths, as after a pattern of the shell such as runs/*."""
+    unexpected = re.fullmatch(r"Got unexpected extra arguments? \((.*)\)", error.message)
+    words = [] if unexpected is None else unexpected[1].split(" ")
+    if not words or not all(os.path.lexists(word) for word in words):
+        return error
+    one = f"name one of them, such as {words[0]}"
+    return click.UsageError(f"{counted(len(words), 'path')} too many, as after a pattern that matches several; {one}.", error.ctx)
+
+
+def _as_override(error: click.NoSuchOption) -> click.UsageError:
+    """Return the error with advice if the unknown option means a key that the command accepts as OVERRIDE."""
+    from hpctrain.config.schema import Config
+
+    key = error.option_name.lstrip("-").replace("-", "_")
+    takes = error.ctx is not None and any(parameter.name == "overrides" for parameter in error.ctx.command.params)
+    meant = (known for known in [key, *synonyms(key)] if known.partition(".")[0] in Config.model_fields)
+    known = next(meant, None) if takes else None
+    if known is None:
+        return error
+    return click.UsageError(f"{error.option_name} is no option, but a key of the configuration; write {known}=VALUE.", error.ctx)

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hpctrain.cli.arguments import FILE, OVERRIDES, FilePath, OneOf, OutputFile, Seconds
+from hpctrain.cli.arguments import FILE, OVERRIDES, Commands, FilePath, OneOf, OutputFile, Seconds
 from hpctrain.core.text import counted, echo, echo_block, wrapped
-from hpctrain.process.ends import Commands
 
 if TYPE_CHECKING:
     from hpctrain.bench.data import DataRates
@@ -142,9 +141,9 @@ def data(
     Prints the images per second of each stage for several numbers of threads, and the stage that limits FILE's training with
     OVERRIDES. Runs in one process, without MPI.
     """
-    from hpctrain.cli.arguments import load_config
     from hpctrain.launch.launcher import detect
     from hpctrain.launch.threads import set_threads
+    from hpctrain.process.start import load_config
 
     config, source = load_config(file, overrides)
     plan = set_threads(detect(os.environ), None if config.threads == "auto" else config.threads)  # before NumPy is imported

@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hpctrain.cli.arguments import FilePath, OneOf, OutputFile, or_newest_trained
+from hpctrain.cli.arguments import Commands, FilePath, OneOf, OutputFile, or_newest_trained
 from hpctrain.core.errors import CheckpointError, ConfigError
 from hpctrain.core.text import counted, echo, echo_block, echo_wrapped, shell_word, size_text
-from hpctrain.process.ends import Commands
 
 if TYPE_CHECKING:
     import numpy as np

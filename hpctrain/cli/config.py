@@ -13,11 +13,11 @@ from pathlib import Path
 
 import click
 
-from hpctrain.cli.arguments import FILE, OVERRIDES, FilePath, load_config
+from hpctrain.cli.arguments import FILE, OVERRIDES, Commands, FilePath
 from hpctrain.cli.arguments import examples as complete_examples
 from hpctrain.core.files import nearest_file
 from hpctrain.core.text import echo, echo_block, echo_wrapped
-from hpctrain.process.ends import Commands
+from hpctrain.process.start import load_config
 
 
 @click.group(cls=Commands)

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hpctrain.cli.arguments import FilePath, OneOf, OutputFile
+from hpctrain.cli.arguments import Commands, FilePath, OneOf, OutputFile
 from hpctrain.core.text import counted, echo, echo_block, size_text
-from hpctrain.process.ends import USER_ERROR, Commands
+from hpctrain.process.ends import USER_ERROR
 
 if TYPE_CHECKING:
     from hpctrain.data.convert.arrays import ForeignImages

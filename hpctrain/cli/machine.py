@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING
 
 import click
 
-from hpctrain.cli.arguments import OVERRIDES, FilePath, OutputFile, Seconds, load_config
+from hpctrain.cli.arguments import OVERRIDES, FilePath, OutputFile, Seconds
 from hpctrain.doctor.run import LATER_SECONDS, DoctorRank
 from hpctrain.launch.child import Notebook, run_watched
 from hpctrain.launch.launcher import detect
 from hpctrain.launch.scheduler import age_seconds
 from hpctrain.launch.threads import set_threads
 from hpctrain.process.ends import job_ends_on_error
+from hpctrain.process.start import load_config
 
 if TYPE_CHECKING:
     from hpctrain.comm.base import Communicator

@@ -11,9 +11,9 @@ import platform
 
 import click
 
+from hpctrain.cli.arguments import Commands
 from hpctrain.core.errors import ConfigError, MissingLibraryError
 from hpctrain.core.text import echo_block
-from hpctrain.process.ends import Commands
 from hpctrain.version import __version__
 
 _PACKAGES = ("numpy", "mpi4py", "h5py", "cupy-cuda12x", "cupy-cuda13x")

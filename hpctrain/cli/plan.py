@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hpctrain.cli.arguments import FILE, OVERRIDES, FilePath, OneOf, OutputFile, Seconds, load_config
+from hpctrain.cli.arguments import FILE, OVERRIDES, Commands, FilePath, OneOf, OutputFile, Seconds
 from hpctrain.cli.bench import RankCounts
 from hpctrain.core.errors import ConfigError
 from hpctrain.core.text import echo, echo_block
-from hpctrain.process.ends import Commands
+from hpctrain.process.start import load_config
 
 if TYPE_CHECKING:
     from hpctrain.comm.link import LinkModel

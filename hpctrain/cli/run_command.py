@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hpctrain.cli.arguments import Seconds
+from hpctrain.cli.arguments import Seconds, check_values
 from hpctrain.core.errors import LaunchError
 from hpctrain.core.files import open_own
 from hpctrain.core.text import echo
-from hpctrain.process.ends import check_values
 
 if TYPE_CHECKING:
     from hpctrain.launch.supervisor import Attempt, TrainCommand
@@ -93,8 +92,8 @@ def _output_and_name(command: TrainCommand) -> tuple[Path, str]:
         ConfigError: the configuration has a fault.
         click.UsageError: the options of the training have a fault.
     """
-    from hpctrain.cli.arguments import load_config
     from hpctrain.cli.train import train
+    from hpctrain.process.start import load_config
 
     words = list(command.training)
     if "--help" in words or "-h" in words:

@@ -24,7 +24,7 @@ from hpctrain.core.text import counted, echo, echo_block, escaped, size_text
 from hpctrain.launch.launcher import detect
 from hpctrain.launch.threads import set_threads
 from hpctrain.process.ends import job_ends_on_error
-from hpctrain.process.rank import ConfiguredProcess
+from hpctrain.process.rank import RankProcess
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -272,7 +272,7 @@ def report(runs: tuple[Path, ...], out: Path | None, png: Path | None, judges: b
     if not judges:
         write_report(runs, target, png)
         return
-    job = ConfiguredProcess()
+    job = RankProcess()
     with job_ends_on_error(job.rank, job.abort, job.failed):
         results = _judged(job, runs[0])
         if job.rank() == 0:
@@ -280,7 +280,7 @@ def report(runs: tuple[Path, ...], out: Path | None, png: Path | None, judges: b
         job.finish()
 
 
-def _judged(job: ConfiguredProcess, run: Path) -> list[JudgedSet]:
+def _judged(job: RankProcess, run: Path) -> list[JudgedSet]:
     """Return the results on a run's test or validation set. Collective over all ranks."""
 
     def read() -> tuple[Config, Source]:
@@ -291,7 +291,7 @@ def _judged(job: ConfiguredProcess, run: Path) -> list[JudgedSet]:
 
         return find_run(str(run), run.parent).parsed(())
 
-    session = job.start_from(read)
+    session = job.session(read)
     from hpctrain.report.page import result_of
     from hpctrain.run.evaluation import judge
 

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from hpctrain.cli.arguments import OVERRIDES, FilePath, complete_sites, load_config
+from hpctrain.cli.arguments import OVERRIDES, FilePath, complete_sites
 from hpctrain.core.text import counted, echo, echo_block
+from hpctrain.process.start import load_config
 
 if TYPE_CHECKING:
     from hpctrain.site.profile import Site

@@ -16,18 +16,7 @@ from typing import TYPE_CHECKING, Literal
 
 import click
 
-from hpctrain.cli.arguments import (
-    FILE,
-    OVERRIDES,
-    PASS_STYLE,
-    RUNS,
-    FilePath,
-    OneOf,
-    OutputFile,
-    check_output,
-    load_config,
-    log_ranks_option,
-)
+from hpctrain.cli.arguments import FILE, OVERRIDES, PASS_STYLE, RUNS, FilePath, OneOf, OutputFile, check_output, log_ranks_option
 from hpctrain.core.errors import ConfigError
 from hpctrain.core.text import echo
 from hpctrain.flight import start_records
@@ -36,7 +25,8 @@ from hpctrain.launch.process_end import STOPPED, USER_ERROR, flush_to_reader
 from hpctrain.launch.signals import SignalWatch
 from hpctrain.launch.threads import set_threads
 from hpctrain.process.ends import job_ends_on_error
-from hpctrain.process.rank import ConfiguredProcess
+from hpctrain.process.rank import RankProcess
+from hpctrain.process.start import load_config
 
 if TYPE_CHECKING:
     from hpctrain.config.schema import Config
@@ -116,19 +106,25 @@ def train(
     """
     _check_options(resume, steps, schedule_from, compute_only=compute_only, smoke=smoke)
     watch = watch or SignalWatch()
-    continued = {"resume": resume is not None, "schedule_from": schedule_from is not None}
-    job = ConfiguredProcess(log_ranks, smoke=smoke, steps=steps, compute_only=compute_only, **continued)
+    job = RankProcess(
+        log_ranks=log_ranks,
+        smoke=smoke,
+        steps=steps,
+        compute_only=compute_only,
+        resume=resume is not None,
+        schedule_from=schedule_from is not None,
+    )
     stopped = False
     with job_ends_on_error(job.rank, job.abort, job.failed):
         job.refuse_alone()
         if compute_only:
             watch.end_at_once()
-            session = job.start(file, (*overrides, "trace=true"))
+            session = job.session(partial(load_config, file, (*overrides, "trace=true")))
             from hpctrain.run.training import run_compute_only
 
             run_compute_only(session, steps or COMPUTE_ONLY_STEPS, style)
         else:
-            session = job.start_from(partial(load_config, file, overrides), resume, schedule_from, trains=True)
+            session = job.session(partial(load_config, file, overrides), trains=True, resume=resume, repeated=schedule_from)
             from hpctrain.run.training import run_training
 
             end = run_training(
@@ -221,9 +217,9 @@ def evaluate(
     if target is not None and target.suffix not in (".json", ".csv"):
         raise click.UsageError(f"--confusion {target} does not end in .json or .csv; leave the name out to print the matrix.")
     counts = per_class or confusion is not None
-    job = ConfiguredProcess(log_ranks=log_ranks, on=on, averaged=averaged, flip=flip, counts=counts)
+    job = RankProcess(log_ranks=log_ranks, on=on, averaged=averaged, flip=flip, counts=counts)
     with job_ends_on_error(job.rank, job.abort, job.failed):
-        session = job.start(file, overrides, checkpoint)
+        session = job.session(partial(load_config, file, overrides), resume=checkpoint)
         from hpctrain.cli.result_tables import print_json, print_text, write_confusion
         from hpctrain.comm.base import raise_on_all_ranks
         from hpctrain.run.evaluation import run_evaluation
@@ -325,10 +321,10 @@ def predict(
         raise click.UsageError("--config already determines the directory of runs; leave --runs or --config out.")
     if as_json and csv_file is not None:
         raise click.UsageError("--json and --csv both replace the table; leave one of them out.")
-    job = ConfiguredProcess(top=top, flip=flip, averaged=averaged, fit=fit, batch=batch)
+    job = RankProcess(top=top, flip=flip, averaged=averaged, fit=fit, batch=batch)
     chosen = _Choice(checkpoint, runs or RUNS, file, overrides)
     with job_ends_on_error(job.rank, job.abort, job.failed):
-        session = job.start_from(chosen.read)
+        session = job.session(chosen.read)
         from hpctrain.cli.result_tables import print_lines, print_table, write_predictions
         from hpctrain.comm.base import raise_on_all_ranks
         from hpctrain.run.evaluation import PredictionRequest, run_prediction

@@ -8,7 +8,7 @@ other threads hang.
 From SIGTERM to exit code 85: the thread of `SignalWatch` notes the signal. The training loop (`Trainer`) reads the request before
 it posts the message of a step (`Replica.post`), which carries it to all ranks. One step later every rank reads the message
 (`LoopState.take`) and leaves the loop. `run_training` writes a checkpoint and returns the reason, and `hpctrain train` ends the
-process with `STOPPED` (85) by `JobProcess.leave`, after MPI has ended on all ranks.
+process with `STOPPED` (85) by `RankProcess.leave`, after MPI has ended on all ranks.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The start of a rank, in the only correct order of its steps. `main` runs steps 1 to 6, and `start_job` steps 7 to 11.
+"""The start of a rank, in the only correct order of its steps. `Begun` runs steps 1 to 6, `RankProcess.session` steps 7 to 11.
 
 1. Block signals. Until then a signal ends the process without a message. Every later thread inherits the mask.
 2. Open closed standard streams. Otherwise the next file that is opened would get the number of a stream, and MPI would write
@@ -6,7 +6,7 @@
 3. Fork: the child becomes the rank, and the parent watches it. A fork copies one thread only, so it precedes all threads, NumPy's
    included, and MPI.
 4. Begin the flight record, so that it contains the end of every later step.
-5. Make the standard streams drop what cannot be written, as `JobProcess` does for programs. Print stack traces at a crash.
+5. Make the standard streams drop what cannot be written, as `RankProcess` does for programs. Print stack traces at a crash.
 6. Start the thread that receives signals. It follows the fork, which would lose it, and precedes everything that takes long.
 7. Read the configuration, which contains the number of threads. This loads pydantic and YAML, but not NumPy.
 8. Set the number of threads. BLAS and OpenMP read it from the environment once, when NumPy loads them.
@@ -16,41 +16,22 @@
     adapter has registered.
 11. Start MPI. From here on steps are collective. An error of steps 7 and 8 is raised now, on all ranks alike.
 
-Only light modules are imported at the top: until step 1 a signal ends the process.
+Only `sys` is imported at the top: until step 1 a signal ends the process.
 """
 
 from __future__ import annotations
 
-import sys
-
 TYPE_CHECKING = False  # as in typing, which takes milliseconds to load
 if TYPE_CHECKING:
     import contextlib
-    from collections.abc import Callable
-    from typing import Protocol
+    from collections.abc import Sequence
+    from pathlib import Path
+    from types import TracebackType
 
-    from hpctrain.comm.base import Communicator
     from hpctrain.config.schema import Config
-    from hpctrain.core.yaml_source import Source
-    from hpctrain.flight.recorder import FlightRecorder
-
-    #: callback that returns a configuration and the source positions of its values
-    ReadConfig = Callable[[], tuple[Config, Source]]
-
-    class StartedProcess(Protocol):
-        """The process that `start_job` starts; see `ConfiguredProcess`."""
-
-        flight: FlightRecorder
-        exits: contextlib.ExitStack
-
-        @property
-        def deadline_seconds(self) -> float: ...
-        def prepare(self, read: ReadConfig) -> None: ...
-        def load(self, *, trains: bool) -> None: ...
-        def start_processes(self) -> None: ...
-        def start_world(self, deadline_seconds: float) -> Communicator: ...
-        def end_mpi(self) -> None: ...
-
+    from hpctrain.core.yaml_source import KeyPath, Source
+    from hpctrain.launch.launcher import Launcher
+    from hpctrain.launch.signals import SignalWatch
 
 # Commands whose process computes: their signals are held back before anything else is loaded.
 _COMPUTING = (["train"], ["eval"], ["script"], ["bench", "engine"])
@@ -60,80 +41,136 @@ _RANKS = ("train", "eval", "script")
 _NO_PLUGINS = ("PYDANTIC_DISABLE_PLUGINS", "__all__")
 
 
-def main() -> None:
-    """Run the command line."""
-    words = sys.argv[1:]
-    if any(words[: len(command)] == command for command in _COMPUTING):
-        _start_computing(words[0])
-        return
-    from hpctrain.launch.process_start import forgive_writes, open_closed_streams
+class Begun:
+    """Context in which a process runs a command, after steps 1 to 6 of its start.
 
-    open_closed_streams()
-    forgive_writes(raises=True)
-    from hpctrain.cli.main import cli
-
-    cli(obj=None)
-
-
-def _start_computing(command: str) -> None:
-    """Run steps 1 to 6, then the command."""
-    from hpctrain.launch.process_start import HELD, OF_PROGRAMS, forgive_writes, hold, open_closed_streams
-
-    held = hold(OF_PROGRAMS if command == "script" else HELD)  # step 1
-    open_closed_streams()  # step 2
-    import contextlib
-    import faulthandler
-    import gc
-    import os
-
-    from hpctrain.flight import start_records
-    from hpctrain.flight.ring import mark_end
-    from hpctrain.launch.keeper import Keeper, keep
-    from hpctrain.launch.launcher import started_by
-    from hpctrain.launch.signals import SignalWatch, of_process
-
-    if command in ("train", "eval"):
-        gc.disable()  # until all modules are loaded (`start_job`): loading makes no garbage, so collections would be wasted
-    if command != "script":
-        os.environ.setdefault(*_NO_PLUGINS)
-    launcher, keeper, recording = started_by(os.environ), Keeper(), contextlib.ExitStack()
-    if command in _RANKS:
-        record = start_records.place_of_start(os.environ, launcher)
-        keeper = keep(launcher.rank, held, mark_end, record)  # step 3: from here on this process is the child
-        recording.enter_context(start_records.recorded(record, launcher))  # step 4
-    forgive_writes()  # step 5
-    faulthandler.enable()  # also prints stacks if the keeper ends a process that hangs
-    watch = SignalWatch(held, rank=launcher.rank, at_once=command != "train").start()  # step 6
-    if command == "script":
-        of_process(watch)
-    try:
-        with recording:
-            from hpctrain.cli.main import cli
-
-            cli(obj=watch)
-    finally:
-        gc.enable()
-        watch.close()
-        keeper.finished()
-
-
-def start_job(process: StartedProcess, read: ReadConfig, *, trains: bool = False) -> None:
-    """Run steps 7 to 11 in a process that has a configuration.
+    The value is the watch of the process's signals; None if the command does not compute.
 
     Args:
-        read: callback that returns the configuration and the source positions of its values. It may set the threads and load
-            NumPy.
-        trains: whether to load the modules of a training.
+        words: words of the command line after the program.
     """
-    process.prepare(read)  # steps 7 and 8
-    process.load(trains=trains)  # step 9
-    import gc
 
-    if not gc.isenabled():
-        gc.freeze()  # the objects that exist now stay: collections need not visit them
-        gc.enable()
-    process.start_processes()  # step 10
-    process.flight.phase("")
-    process.start_world(process.deadline_seconds)  # step 11
-    # MPI must end before its shared-memory segments are forgotten: a rank that is killed during the end leaves some.
-    process.exits.callback(process.end_mpi)
+    def __init__(self, words: Sequence[str]) -> None:
+        self._words = list(words)
+        self._ends: contextlib.ExitStack | None = None
+
+    def __enter__(self) -> SignalWatch | None:
+        if any(self._words[: len(command)] == command for command in _COMPUTING):
+            return self._compute(self._words[0])
+        from hpctrain.launch.process_start import forgive_writes, open_closed_streams
+
+        open_closed_streams()
+        forgive_writes(raises=True)
+        return None
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._ends is not None:
+            self._ends.__exit__(kind, error, trace)
+
+    def _compute(self, command: str) -> SignalWatch:
+        """Run steps 1 to 6 of a process that computes."""
+        from hpctrain.launch.process_start import HELD, OF_PROGRAMS, forgive_writes, hold, open_closed_streams
+
+        held = hold(OF_PROGRAMS if command == "script" else HELD)  # step 1
+        open_closed_streams()  # step 2
+        import contextlib
+        import faulthandler
+        import gc
+        import os
+
+        from hpctrain.flight import start_records
+        from hpctrain.flight.ring import mark_end
+        from hpctrain.launch.keeper import Keeper, keep
+        from hpctrain.launch.launcher import started_by
+        from hpctrain.launch.signals import SignalWatch, of_process
+
+        if command in ("train", "eval"):
+            gc.disable()  # until all modules are loaded (`RankProcess.session`): loading makes no garbage for collections to find
+        if command != "script":
+            os.environ.setdefault(*_NO_PLUGINS)
+        launcher, keeper, recording = started_by(os.environ), Keeper(), contextlib.ExitStack()
+        if command in _RANKS:
+            record = start_records.place_of_start(os.environ, launcher)
+            keeper = keep(launcher.rank, held, mark_end, record)  # step 3: from here on this process is the child
+            recording.enter_context(start_records.recorded(record, launcher))  # step 4
+        forgive_writes()  # step 5
+        faulthandler.enable()  # also prints stacks if the keeper ends a process that hangs
+        watch = SignalWatch(held, rank=launcher.rank, at_once=command != "train").start()  # step 6
+        if command == "script":
+            of_process(watch)
+        ends = self._ends = contextlib.ExitStack()  # ends in reverse order, with the record first
+        ends.callback(keeper.finished)
+        ends.callback(watch.close)
+        ends.callback(gc.enable)
+        ends.push(recording)
+        return watch
+
+
+def load_config(file: Path, overrides: tuple[str, ...]) -> tuple[Config, Source]:
+    """Return the configuration in a file with overrides, checked against its schema. Imports no NumPy unless there is a fault.
+
+    Options of named objects are not checked here; see `check_names`.
+
+    Raises:
+        ConfigError: the configuration has faults; one sentence for each, with its position.
+    """
+    from hpctrain.config.load import load  # here: it loads pydantic and YAML, which `hpctrain --help` does not need
+
+    return load(file, overrides, _refusal)
+
+
+def _refusal(path: KeyPath, name: str) -> str | None:
+    from hpctrain.config.checks import refusal
+
+    return refusal(path, name)
+
+
+ALL_RANKS, NO_RANK = "all", "none"
+
+
+def begin_log(text: str, launcher: Launcher) -> None:
+    """Configure the log of this rank by the value of --log-ranks. Records are buffered until the log file exists.
+
+    Raises:
+        ConfigError: the value names no ranks, or a rank that the job does not have; the message has the nearest legal value.
+    """
+    from hpctrain.core import log
+
+    rank, size = launcher.rank or 0, launcher.expected_size or 1
+    if names_rank(text, size, rank):
+        log.begin_rank_log()
+    log.configure(rank, size)
+    log.leave_warnings_to_rank_0(rank)
+
+
+def names_rank(text: str, size: int, rank: int) -> bool:
+    """Return whether a list of ranks contains `rank`, in a job of `size` ranks.
+
+    Raises:
+        ConfigError: as for `begin_log`.
+    """
+    if text in (ALL_RANKS, NO_RANK):
+        return text == ALL_RANKS
+    import re
+
+    from hpctrain.core.errors import ConfigError
+    from hpctrain.core.text import counted, nearest
+
+    words = text.replace(" ", "")
+    if not re.fullmatch(r"\d+(-\d+)?(,\d+(-\d+)?)*", words):
+        near = nearest(text, (ALL_RANKS, NO_RANK)) or ALL_RANKS
+        raise ConfigError(f"--log-ranks is {text!r}, but must be all, none, or ranks such as 0,3,8-15; the nearest is {near}.")
+    is_named = False
+    for span in words.split(","):
+        first, _, end = span.partition("-")
+        last = end or first
+        if int(first) > int(last):
+            raise ConfigError(
+                f"--log-ranks has {span}, but the first rank of a range must not exceed the last; use {last}-{first}."
+            )
+        if int(last) >= size:
+            raise ConfigError(
+                f"--log-ranks names rank {int(last)}, but the job has {counted(size, 'rank')}; the largest number is {size - 1}."
+            )
+        is_named = is_named or int(first) <= rank <= int(last)
+    return is_named

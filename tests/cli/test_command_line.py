@@ -18,7 +18,7 @@ import pytest
 import yaml
 from click.testing import CliRunner
 
-from hpctrain.cli.arguments import OVERRIDES, FilePath, OutputFile, Seconds, complete_sites, examples, keys, load_config
+from hpctrain.cli.arguments import OVERRIDES, FilePath, OutputFile, Seconds, complete_sites, examples, keys
 from hpctrain.cli.config import KINDS
 from hpctrain.cli.main import cli
 from hpctrain.config import options
@@ -26,6 +26,7 @@ from hpctrain.config.load import known_paths, section_at
 from hpctrain.core.errors import ConfigError
 from hpctrain.core.yaml_source import dotted
 from hpctrain.models import sizes
+from hpctrain.process.start import load_config
 from hpctrain.site import profile
 from hpctrain.version import __version__
 from hpctrain_testing.run import clean_environment

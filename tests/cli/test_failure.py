@@ -15,12 +15,13 @@ import click
 import pytest
 from click.testing import CliRunner
 
+from hpctrain.cli.arguments import Commands, check_values
 from hpctrain.cli.config import KINDS
 from hpctrain.cli.main import cli
 from hpctrain.core.errors import DataError
 from hpctrain.core.text import place
 from hpctrain.launch.process_start import STANDARD_OUTPUT
-from hpctrain.process.ends import BUG, USER_ERROR, Commands, check_values, job_ends_on_error
+from hpctrain.process.ends import BUG, USER_ERROR, job_ends_on_error
 from hpctrain_testing.run import Outcome
 from tests.support.here import run_here
 

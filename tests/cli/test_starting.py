@@ -14,10 +14,10 @@ from click.testing import CliRunner, Result
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpctrain.cli.arguments import names_rank
 from hpctrain.cli.main import cli
 from hpctrain.core.errors import ConfigError
 from hpctrain.core.text import place, spans
+from hpctrain.process.start import names_rank
 from hpctrain.runs.directory import flight_directory
 from hpctrain_testing import faults
 from hpctrain_testing.run import Outcome

@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from hpctrain.cli import plan_tables
-from hpctrain.cli.arguments import load_config
 from hpctrain.cli.main import cli
 from hpctrain.cli.result_tables import (
     print_json,
@@ -41,6 +40,7 @@ from hpctrain.planner import planned_run
 from hpctrain.planner.job import AveragerChoice, Candidate
 from hpctrain.planner.search.configured_search import PlannedSearch, SimulatedPoint, on_any_grid
 from hpctrain.planner.search.search import SearchChoice, SearchResult
+from hpctrain.process.start import load_config
 from hpctrain.run.evaluation import Evaluation, PredictedClass, PredictedPicture, Predictions
 from hpctrain.training.evaluation import ConfusionMatrix
 from hpctrain.training.metrics import RunningSums

@@ -22,7 +22,7 @@ from hpctrain.launch.launcher import (
 )
 from hpctrain.launch.supervisor import TrainCommand
 from hpctrain.launch.threads import NodeLoad, node_load, outnumbers_cores, physical_cores, rank_cores, set_threads, usable_cores
-from hpctrain.process.rank import JobProcess
+from hpctrain.process.rank import RankProcess
 from hpctrain_testing.run import Outcome, find_mpiexec, run_job
 
 HYDRA = {"PMI_RANK": "5", "PMI_SIZE": "8", "MPI_LOCALNRANKS": "4", "MPI_LOCALRANKID": "1"}
@@ -249,7 +249,7 @@ def test_a_process_forked_after_threads_or_mpi_refuses_to_train(
         child = os.fork()
         if not child:
             try:
-                JobProcess(launcher)
+                RankProcess(launcher)
                 os._exit(0)
             except LaunchError as error:
                 os._exit(1 if "spawn" in str(error) else 2)
@@ -258,7 +258,7 @@ def test_a_process_forked_after_threads_or_mpi_refuses_to_train(
     assert not refused_in_child()
     set_threads(launcher, threads, {})
     assert refused_in_child() == (threads > 1 or launcher.starts_mpi)
-    JobProcess(launcher)
+    RankProcess(launcher)
 
 
 def test_hydra_may_overlook_exit_codes() -> None:

@@ -182,7 +182,7 @@ def test_the_mask_comes_before_all_else() -> None:
     assert ours == {
         "hpctrain",
         "hpctrain.version",
-        "hpctrain.cli",
+        "hpctrain.process",
         "hpctrain.process.start",
         "hpctrain.launch",
         "hpctrain.launch.process_start",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,8 @@ from hpctrain.launch import shared_segments
 from hpctrain.launch.launcher import Launcher
 from hpctrain.launch.process_end import End
 from hpctrain.launch.shared_segments import Removed
-from hpctrain.process.rank import ConfiguredProcess, JobProcess
+from hpctrain.process.rank import RankProcess
+from hpctrain.process.start import load_config
 from hpctrain.run import messages
 
 TEXT = """
@@ -32,14 +34,14 @@ schedule: constant
 
 
 def test_before_the_world_its_launcher_knows_the_rank() -> None:
-    assert JobProcess(Launcher("none")).rank() == 0
-    process = JobProcess(Launcher("some", rank=3))
+    assert RankProcess(Launcher("none")).rank() == 0
+    process = RankProcess(Launcher("some", rank=3))
     assert process.rank() == 3
     process.abort(1)  # there is no job to end
 
 
 def test_a_process_alone_ends_well(tmp_path: Path) -> None:
-    process = JobProcess(Launcher("none"))
+    process = RankProcess(Launcher("none"))
     world = process.start_world(30.0)
     assert (process.rank(), world.size) == (0, 1)
     process.watch(world, 30.0)
@@ -56,7 +58,7 @@ def test_a_process_alone_ends_well(tmp_path: Path) -> None:
 
 
 def test_the_first_error_stays_in_the_record(tmp_path: Path) -> None:
-    process = JobProcess(Launcher("none"))
+    process = RankProcess(Launcher("none"))
     process.watch(process.start_world(30.0), 30.0)
     process.flight.keep_in(tmp_path)
     process.failed("mine alone")
@@ -79,7 +81,7 @@ def test_the_first_rank_of_a_node_removes_what_dead_jobs_left_and_says_so_once(
     monkeypatch.setattr(log, "configure", lambda rank, size: None)
     monkeypatch.setattr(logging.getLogger("hpctrain"), "handlers", [caplog.handler])
     monkeypatch.setattr(logging.getLogger("hpctrain"), "propagate", False)
-    process = JobProcess(Launcher("some", rank=local_rank, local_rank=local_rank))
+    process = RankProcess(Launcher("some", rank=local_rank, local_rank=local_rank))
     world = process.start_world(30.0)
     progress = ProgressEngine(rank=0, deadline_seconds=30.0, abort=world.abort, flight=process.flight)
     with caplog.at_level(logging.DEBUG, logger="hpctrain"):
@@ -103,9 +105,9 @@ def test_what_a_trial_of_mpi_has_found_reaches_the_session(tmp_path: Path, monke
     monkeypatch.setattr(messages, "try_transport", tried)
     file = tmp_path / "f.yaml"
     file.write_text(TEXT)
-    job = ConfiguredProcess()
+    job = RankProcess()
     try:
-        session = job.start(file, ("transport=auto",))
+        session = job.session(partial(load_config, file, ("transport=auto",)))
     finally:
         job.exits.close()
     assert seen == [("auto", None)]

@@ -17,7 +17,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpctrain.cli.arguments import load_config
 from hpctrain.comm.base import SingleCommunicator
 from hpctrain.config.load import parse
 from hpctrain.config.resume_rules import Change
@@ -26,6 +25,7 @@ from hpctrain.core.errors import CheckpointError, ConfigError, DivergedError
 from hpctrain.core.intervals import Box, even_interval, size_of
 from hpctrain.flight.recorder import FlightNotes
 from hpctrain.job.session import Session
+from hpctrain.process.start import load_config
 from hpctrain.run.build import TrainingSetup
 from hpctrain.run.checkpoints import (
     EVALUATIONS,

@@ -24,9 +24,8 @@ from hpctrain.comm.base import SingleCommunicator
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.core import log
 from hpctrain.job import session
-from hpctrain.launch.launcher import Launcher
 from hpctrain.process import ends as failure
-from hpctrain.process.rank import ConfiguredProcess, JobProcess
+from hpctrain.process.rank import RankProcess
 from hpctrain.runs import directory
 from hpctrain_testing.run import Outcome, clean_environment
 from hpctrain_testing.virtual.communicator import ThreadCommunicator
@@ -41,7 +40,7 @@ def run_here(ranks: int, arguments: Sequence[str], *, env: Mapping[str, str] | N
     words = list(arguments)
     assert words[:2] == _PROGRAM, "only the program itself runs here"
     begin = time.monotonic()
-    processes: list[JobProcess] = []
+    processes: list[RankProcess] = []
     with contextlib.ExitStack() as stack:
         stack.enter_context(patch.dict(os.environ, clean_environment(env), clear=True))
         stack.enter_context(patch.object(sys, "argv", ["hpctrain", *words[2:]]))
@@ -102,23 +101,23 @@ def _wait(seconds: float) -> None:
 
 
 @contextlib.contextmanager
-def _recorded(processes: list[JobProcess]) -> Iterator[None]:
-    """Collect in `processes` each `JobProcess` that is created."""
-    initialise = JobProcess.__init__
+def _recorded(processes: list[RankProcess]) -> Iterator[None]:
+    """Collect in `processes` each `RankProcess` that is created."""
+    initialise = RankProcess.__init__
 
-    def recorded(process: JobProcess, launcher: Launcher) -> None:
-        initialise(process, launcher)
+    def recorded(process: RankProcess, *given: Any, **options: Any) -> None:
+        initialise(process, *given, **options)
         processes.append(process)
 
-    with patch.object(JobProcess, "__init__", recorded):
+    with patch.object(RankProcess, "__init__", recorded):
         yield
 
 
-def _end(processes: Sequence[JobProcess]) -> None:
+def _end(processes: Sequence[RankProcess]) -> None:
     """End what a real process ends by exiting: its threads, and the ownership of a run."""
     for process in processes:
         process.exits.close()
-        if isinstance(process, ConfiguredProcess):
+        if process.ownership is not None:
             process.ownership.release()
     for thread in threading.enumerate():
         if thread.name == "hpctrain-checkpoint":
