@@ -56,14 +56,6 @@ def test_gradients_of_a_batch_are_sums_over_its_parts(name: str) -> None:
     np.testing.assert_allclose(parts[0] + parts[1], whole, rtol=1e-9, atol=1e-15)
 
 
-def test_names_are_families_and_variants() -> None:
-    names = catalogue.names()
-    assert list(names) == sorted(names)
-    assert {"alexnet", "alexnet2014", "vgg", "vgg16", "vgg19_bn"} <= set(names)
-    assert {"resnet", "resnet152", "resnet_small", "resnet110", "wrn_28_10", "small"} <= set(names)
-    assert not {"catalogue", "interchange", "parts"} & set(names)
-
-
 def test_check_returns_all_options_with_values_of_their_types() -> None:
     checked = catalogue.check("resnet50", {"width": 2, "synchronised": True})
     assert isinstance(checked["width"], float)

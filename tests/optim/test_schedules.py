@@ -98,11 +98,6 @@ def test_smooth_schedules_have_no_jump():
         assert max(abs(b - a) for a, b in pairwise(rates)) <= bound
 
 
-def test_constant():
-    schedule = Constant(**COMMON)
-    assert {schedule.lr(step) for step in (0, 1, 62, 63, 10**6)} == {0.4}
-
-
 def test_step_drops_at_the_first_step_of_each_milestone_counted_from_the_start():
     schedule = Step(**COMMON, milestones_epochs=(3, 5.5), gamma=0.5, warmup_epochs=1)
     assert schedule.lr(7) == schedule.lr(3 * 7 - 1) == 0.4

@@ -3,12 +3,10 @@
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 import pytest
 
-from hpctrain.averaging.strategies.blocking import Blocking
 from hpctrain.backend.cuda.kernel_set import CudaKernelSet
 from hpctrain.backend.cuda.runtime import CudaRuntime
 from hpctrain.backend.graph import Graph, GraphBuilder
@@ -19,10 +17,8 @@ from hpctrain.comm.base import SingleCommunicator
 from hpctrain.comm.groups import ProcessGrid
 from hpctrain.core.intervals import even_intervals, relative, shape_of, slices, whole
 from hpctrain.data.loader import cut
-from hpctrain.data.sampler import counts as shares
 from hpctrain.models import catalogue
 from hpctrain.nn.layers import AdaptiveAveragePool, Conv2d, Flatten, Layer, Linear, MaxPool, ReLU, Sequential
-from hpctrain.optim.optimizers import Sgd
 from hpctrain.parallel import layout
 from hpctrain.parallel.groups import GridGroups
 from hpctrain.parallel.layout import Layout
@@ -39,11 +35,9 @@ from hpctrain.parallel.moves import (
 from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
 from hpctrain.parallel.partition_graph import PartitionedGraph, partition_graph
 from hpctrain_testing.virtual.communicator import ThreadCommunicator
-from hpctrain_testing.virtual.counters import Counters, CountingCommunicator
 from hpctrain_testing.virtual.run import run_virtual, virtual_engine
 from tests.support.distributed import random_moves
 from tests.support.emulated import EmulatedDeviceFactory
-from tests.support.training import Task, train
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6])
@@ -575,52 +569,3 @@ def test_resnet50_by_domain(counts: Words) -> None:
     assert backward["avgpool.sum"] == tuple(2048 * (ranks - 1) * count for count in counts)
     # Both branches of a block keep one layout: nothing else travels.
     assert {name.rsplit(".", 1)[1] for name in forward} == {"halo", "sum"}
-
-
-_BATCHES = (7, 7, 3)  # 17 samples
-_NARROW = {"width": 0.0625}
-_PLAIN = {"features.*": Parallelism.DOMAIN, "classifier.*": Parallelism.MODEL}
-
-_COUNTED = {
-    "alexnet": (partial(alexnet, 16), 95, _PLAIN),
-    "vgg16": (partial(catalogue.build, "vgg16", _NARROW), 35, _PLAIN),
-    "resnet50": (
-        partial(catalogue.build, "resnet50", _NARROW),
-        41,
-        {"layer2.*": Parallelism.MODEL, "layer3.*": Parallelism.BATCH},
-    ),
-}
-
-
-@pytest.mark.sample(2)
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "grid"),
-    [("alexnet", (2, 2)), ("vgg16", (3, 1)), ("resnet50", (2, 1)), ("resnet50", (3, 1)), ("resnet50", (2, 2))],
-    ids=str,
-)
-def test_what_is_counted_is_what_the_boxes_say(name: str, grid: tuple[int, int]) -> None:
-    model, pixels, use = _COUNTED[name]
-    rows, cols = grid
-    plan = ParallelPlan(rows, cols, Parallelism.DOMAIN, use)
-    task = Task(model, NumpyKernelSet(), Sgd, (pixels, pixels, 3), samples=17, batch=7, steps=3, plan=plan)
-
-    def program(comm: ThreadCommunicator) -> tuple[int, int]:
-        counters = Counters()
-        train(task, CountingCommunicator(comm, counters), virtual_engine(comm), Blocking)
-        found = counters["split", "ialltoall"]
-        assert found == counters.total("split")
-        return found.payload_bytes, found.exchanged_bytes
-
-    counted = run_virtual(rows * cols, program)
-    expected = [0] * (rows * cols)
-    for samples in _BATCHES:
-        every = shares(samples, rows * cols)
-        for col in range(cols):
-            column = every[col * rows : (col + 1) * rows]
-            graph = _graph_of_images(model(), pixels, sum(column))
-            for words in (each for part in words_by_boxes(partition_graph(graph, plan, column)) for each in part.values()):
-                for row in range(rows):
-                    expected[col * rows + row] += 8 * words[row]
-    assert counted == [(each, each) for each in expected]
-    assert min(expected) > 0

@@ -226,13 +226,6 @@ WORDS = st.tuples(*[st.integers(0, 10**12)] * RANKS)
 TRAFFIC = st.builds(Traffic, WORDS, WORDS, WORDS, WORDS)
 
 
-@given(TRAFFIC, TRAFFIC, TRAFFIC)
-def test_traffic_adds_up_like_numbers(a: Traffic, b: Traffic, c: Traffic) -> None:
-    assert a + b == b + a
-    assert (a + b) + c == a + (b + c)
-    assert a + Traffic.zero(RANKS) == a
-
-
 @given(TRAFFIC, TRAFFIC, st.sampled_from([4, 8]))
 def test_bytes_are_those_of_the_words(a: Traffic, b: Traffic, item_bytes: int) -> None:
     assert a.bytes_forward(item_bytes) == tuple(

@@ -136,12 +136,6 @@ def test_tiles_count_along_the_rows_first() -> None:
     assert (_owners(found) == 1).all()
 
 
-@pytest.mark.parametrize("channels", [1, 8])
-def test_images_of_one_height_are_cut_alike(channels: int) -> None:
-    a, b = layout.tiles((2, 9, 4, 3), (4, 1)), layout.tiles((2, 9, 4, channels), (4, 1))
-    assert [box[1] for box in a.boxes] == [box[1] for box in b.boxes]
-
-
 def test_what_is_needed_is_no_partition() -> None:
     everything = layout.everything((2, 3), 3)
     assert not everything.is_partition
