@@ -283,8 +283,9 @@ class TopK(Compressor):
     def _choose(self, bits: np.ndarray, positions: np.ndarray) -> None:
         """Write the positions of the elements to keep."""
         if self._partitions_all:
-            if not self._choose_ties(bits, positions):
-                self._choose_of(bits, positions)
+            rank = round(self.kept / _SAMPLE_STRIDE)
+            guess = self._selection.common(bits, _SAMPLE_STRIDE, rank) if self.size > _SMALL_SIZE and rank else None
+            self._choose_of(bits, positions, guess)
             return
         least = self._selection.sampled(bits, _SAMPLE_STRIDE, self._rank_in_sample())
         candidates = self._selection.candidates(bits, least)
@@ -298,18 +299,6 @@ class TopK(Compressor):
         self._choose_of(candidates[0], positions)
         np.take(candidates[1], positions, out=positions, mode="clip")
 
-    def _choose_ties(self, bits: np.ndarray, positions: np.ndarray) -> bool:
-        """Write the positions of the elements to keep if many have the smallest kept magnitude; otherwise return False."""
-        rank = round(self.kept / _SAMPLE_STRIDE)
-        least = self._selection.common(bits, _SAMPLE_STRIDE, rank) if self.size > _SMALL_SIZE and rank else None
-        if least is None:
-            return False
-        reached, chosen = self._selection.counts(bits, (least, least + 1))
-        if not chosen < self.kept <= reached:
-            return False
-        self._fill(bits, Band(least + 1, least), chosen, reached - chosen, positions)
-        return True
-
     def _rank_in_sample(self) -> int:
         """Return the rank of the first threshold in the sample.
 
@@ -318,11 +307,14 @@ class TopK(Compressor):
         expected = self.kept / _SAMPLE_STRIDE
         return math.ceil(expected + 4 * math.sqrt(expected)) + 2
 
-    def _choose_of(self, bits: np.ndarray, positions: np.ndarray) -> None:
-        """Write the positions of the elements to keep, by a partition of all elements of `bits`."""
-        least = self._selection.threshold(bits, self.kept)
+    def _choose_of(self, bits: np.ndarray, positions: np.ndarray, guess: int | None = None) -> None:
+        """Write the positions of the elements to keep, by a partition of all elements unless `guess` is the smallest to keep."""
+        least = self._selection.threshold(bits, self.kept) if guess is None else guess
         reached, chosen = self._selection.counts(bits, (least, least + 1))
-        self._fill(bits, Band(least + 1, least), chosen, reached - chosen, positions)
+        if chosen < self.kept <= reached:
+            self._fill(bits, Band(least + 1, least), chosen, reached - chosen, positions)
+        else:
+            self._choose_of(bits, positions)
 
     def _fill(self, bits: np.ndarray, band: Band, chosen: int, ties: int, positions: np.ndarray) -> None:
         """Write the positions of the elements to keep: the `chosen` ones above a band, and a window of the `ties` ones in it."""

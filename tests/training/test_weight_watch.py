@@ -58,6 +58,7 @@ GRIDS = [ParallelPlan(), ParallelPlan(1, 2), ParallelPlan(1, 4), ParallelPlan(2,
 SPLIT = ParallelPlan(2, 2, Parallelism.MODEL)
 FLIPPED_STEP = 3
 Flip = Callable[[Replica], None]
+Ranks = tuple[int, ...]
 
 
 @dataclass
@@ -88,28 +89,29 @@ def _statistic(replica: Replica) -> None:
     _flip(replica.network.statistics.views["bn1.running_mean"])
 
 
-def _run(comm: ThreadCommunicator, task: Task, strategy: str, flip: Flip, rank: int) -> Run:
-    """A training in which one rank has a flipped bit before step `FLIPPED_STEP`, after the end of the steps before."""
-    kind, options = ALL_STRATEGIES[strategy]
+def _run(comm: ThreadCommunicator, task: Task, strategy: tuple[type[Strategy], dict[str, Any]], flip: Flip, ranks: Ranks) -> Run:
+    """A training in which some ranks have a flipped bit before step `FLIPPED_STEP`, after the end of the steps before."""
+    kind, options = strategy
     replica, run = replica_of(task, comm, virtual_engine(comm), kind, **options), Run()
     replica.require_alike(schedules=True)
     try:
         for number, batch in enumerate(batches(task, replica.groups.position, comm.size, replica.tiles)):
             run.steps = number + 1
             replica.drain()
-            if number == FLIPPED_STEP and comm.rank == rank:
+            if number == FLIPPED_STEP and comm.rank in ranks:
                 flip(replica)
             replica.step(batch, task.lr)
         replica.settle()
         replica.require_alike()
     except CorruptedStateError as error:
         run.error = str(error)
+    task.kernels.wait()  # what a step has enqueued on a device still reads the replica's arrays
     return run
 
 
 def _runs(ranks: int, task: Task, strategy: str, flip: Flip, rank: int = 1) -> Run:
     """The outcome of all ranks, which is the same."""
-    runs = run_virtual(ranks, lambda comm: _run(comm, task, strategy, flip, rank), deadline_seconds=300)
+    runs = run_virtual(ranks, lambda comm: _run(comm, task, ALL_STRATEGIES[strategy], flip, (rank,)), deadline_seconds=300)
     assert all(run == runs[0] for run in runs)
     return runs[0]
 
@@ -331,7 +333,7 @@ def test_a_job_ends_with_the_rank_and_the_name(fault: Fault, tmp_path: Path) -> 
     assert [path.name for path in sorted((run / "checkpoints").iterdir())] == ["checkpoint-00000001.h5"]
 
 
-DEVICE_STRATEGIES: dict[str, tuple[type, dict[str, Any]]] = {
+DEVICE_STRATEGIES: dict[str, tuple[type[Strategy], dict[str, Any]]] = {
     "blocking": (Blocking, {}),
     "overlap": (Overlap, {}),
     "sharded": (Sharded, {"bucket_bytes": 1000}),
@@ -368,33 +370,6 @@ def _device_state(replica: Replica) -> None:
         _device_flip(replica, "conv2.weight", averager.optimizer.state(segment)["momentum"])
 
 
-@dataclass
-class _Run:
-    """How a training went on one rank. error: "" where it went through. steps: begun."""
-
-    error: str = ""
-    steps: int = 0
-
-
-def _device_run(comm: ThreadCommunicator, task: Task, strategy: str, flip: Flip, ranks: tuple[int, ...]) -> _Run:
-    kind, options = DEVICE_STRATEGIES[strategy]
-    replica, run = replica_of(task, comm, virtual_engine(comm), kind, **options), _Run()
-    replica.require_alike(schedules=True)
-    try:
-        for number, batch in enumerate(batches(task, replica.groups.position, comm.size, replica.tiles)):
-            run.steps = number + 1
-            replica.drain()
-            if number == FLIPPED_STEP and comm.rank in ranks:
-                flip(replica)
-            replica.step(batch, task.lr)
-        replica.settle()
-        replica.require_alike()
-    except CorruptedStateError as error:
-        run.error = str(error)
-    task.kernels.wait()  # what a step has enqueued still reads the replica's arrays
-    return run
-
-
 @pytest.mark.slow
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("flip", [_device_parameter, _device_state])
@@ -404,9 +379,9 @@ def test_a_flipped_bit_is_found_and_named(strategy: str, flip: Flip, emulated_de
     precision: Precision = "bfloat16" if strategy in ("overlap", "lazy") else "float64"
     ranks = (1,) if flip is _device_parameter or strategy in ("blocking", "overlap") else (0, 1, 2)
 
-    def program(comm: ThreadCommunicator) -> _Run:
+    def program(comm: ThreadCommunicator) -> Run:
         task = _task(emulated_device(comm.rank), EVERY_STEP, precision, steps=9)
-        return _device_run(comm, task, strategy, flip, ranks)
+        return _run(comm, task, DEVICE_STRATEGIES[strategy], flip, ranks)
 
     runs = run_virtual(3, program, deadline_seconds=300)
     assert all(run == runs[0] for run in runs)
@@ -425,9 +400,9 @@ def test_nan_in_the_copy_of_one_rank_is_reported_of_that_rank(emulated_device: E
         (averager,) = replica.averagers.values()
         averager.group.arithmetic.from_host(_copies(averager)[0][:1], np.array([np.nan], np.float32))
 
-    def program(comm: ThreadCommunicator) -> _Run:
+    def program(comm: ThreadCommunicator) -> Run:
         task = _task(emulated_device(comm.rank), CheckCadence(50), "float32", model=nets.residual)
-        return _device_run(comm, task, "sharded", damage, (1,))
+        return _run(comm, task, DEVICE_STRATEGIES["sharded"], damage, (1,))
 
     for run in run_virtual(3, program, deadline_seconds=300):
         assert "rank 1 holds other bits of parameter conv1.weight than ranks 0, 2;" in run.error
