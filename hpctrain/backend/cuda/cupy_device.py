@@ -250,7 +250,6 @@ class CupyDevice:
         self.dtypes: tuple[str, ...] = ("float32", "bfloat16") if self.capability[0] >= _FIRST_WITH_BFLOAT16 else ("float32",)
         self._modules: dict[tuple[str, str | None], Any] = {}  # by source and text; None: the package's own text
         self._kernels: dict[tuple[str, str, str | None], CupyKernel] = {}
-        self._convolutions: dict[ConvolutionKey, CupyConvolution] = {}
         self._products: dict[int, MatrixProducts] = {}
         self._plans: CudnnPlans | None = None
         self._cublas, self._nvrtc = _load_libraries()
@@ -328,11 +327,9 @@ class CupyDevice:
             _runtime.memcpyAsync(target, source, size_bytes, kind, _stream(stream).ptr)
 
     def convolution(self, key: ConvolutionKey) -> DeviceConvolution:
-        if key not in self._convolutions:
-            if self._plans is None:
-                self._plans = CudnnPlans(new_handle(), capability=self.capability)
-            self._convolutions[key] = CupyConvolution(self._plans.plan(key))
-        return self._convolutions[key]
+        if self._plans is None:
+            self._plans = CudnnPlans(new_handle(), capability=self.capability)
+        return CupyConvolution(self._plans.plan(key))
 
     def gemm(
         self,

@@ -16,7 +16,7 @@ import ctypes
 import importlib
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from hpctrain.backend.cuda.device import ConvolutionKey, DeviceArray, Extent, Precision
@@ -131,44 +131,28 @@ def describe(key: ConvolutionKey) -> str:
 WORKSPACE_LIMIT_BYTES = 512 << 20
 
 
-class CudnnQueue:
-    """A handle of cuDNN and its current stream.
-
-    Args:
-        handle: handle of cuDNN; None if there is no device, in which case plans cannot be run.
-    """
-
-    def __init__(self, cudnn: Library, handle: int | None) -> None:
-        self._cudnn, self._handle, self._stream = cudnn, handle, -1
-
-    def on(self, stream: int) -> int:
-        """Return the handle, set to enqueue its work on `stream`."""
-        assert self._handle is not None, "plans for a device that is not here cannot be run"
-        if stream != self._stream:
-            self._cudnn.set_stream(handle=self._handle, stream=stream)
-            self._stream = stream
-        return self._handle
-
-
 class ConvolutionPlan:
     """The plan of one convolution.
+
+    Args:
+        handle_on: function that returns cuDNN's handle, set to enqueue its work on a stream.
 
     Attributes:
         name: cuDNN's engine and knobs.
     """
 
-    def __init__(self, key: ConvolutionKey, graph: Graph, index: int, queue: CudnnQueue) -> None:
+    def __init__(self, key: ConvolutionKey, graph: Graph, index: int, handle_on: Callable[[int], int]) -> None:
         self.key = key
         self.name = str(graph.get_plan_name_at_index(index))
         self.workspace_bytes = int(graph.get_workspace_size_plan_at_index(index))
-        self._graph, self._index, self._queue = graph, index, queue
+        self._graph, self._index, self._handle_on = graph, index, handle_on
 
     def run(self, stream: int, first: int, second: int, out: int, workspace: int, bias: int = 0) -> None:
         """Enqueue the convolution on a CUDA stream. Arguments are addresses; `workspace` and `bias` may be 0."""
         pointers = {FIRST: first, SECOND: second, OUT: out}
         if self.key.fused:
             pointers[BIAS] = bias
-        self._graph._execute_plan_at_index(pointers, workspace, self._index, self._queue.on(stream))
+        self._graph._execute_plan_at_index(pointers, workspace, self._index, self._handle_on(stream))
 
 
 class CudnnPlans:
@@ -182,7 +166,6 @@ class CudnnPlans:
         properties: properties of a device: the object in the JSON of `cudnn.create_device_properties(number).serialize()`. Plans
             made from properties cannot be run.
         capability: (major, minor) compute capability of the handle's device.
-        workspace_limit_bytes: maximum workspace of a plan.
     """
 
     def __init__(
@@ -191,14 +174,17 @@ class CudnnPlans:
         properties: Mapping[str, Any] | None = None,
         *,
         capability: tuple[int, int] | None = None,
-        workspace_limit_bytes: int = WORKSPACE_LIMIT_BYTES,
     ) -> None:
         assert (handle is None) == (capability is None) != (properties is None), "pass a handle and its capability, or properties"
-        self._cudnn = library()
-        self._queue = CudnnQueue(self._cudnn, handle)
-        self._device = _device_arguments(self._cudnn, handle, capability, properties)
-        self._limit = workspace_limit_bytes
+        self._cudnn, self._handle, self._stream = library(), handle, -1
         self._plans: dict[ConvolutionKey, ConvolutionPlan] = {}
+        # Arguments of `cudnn.pygraph`. Without `sm_version` the frontend would query libcudart, which is not loaded otherwise.
+        self._device: dict[str, Any] = {"handle": handle}
+        if capability is not None:
+            self._device["sm_version"] = 10 * capability[0] + capability[1]
+        if properties is not None:
+            device = self._cudnn.create_device_properties(json.dumps(dict(properties)))
+            self._device = {"device_property": device, "sm_version": properties["deviceVer"] // 10}
 
     def plan(self, key: ConvolutionKey) -> ConvolutionPlan:
         """Return the plan for a key, made at the first request.
@@ -222,8 +208,15 @@ class CudnnPlans:
                 graph.build_plan_at_index(index)
             except unsupported:  # excluded by `_list_plans`, or not supported by this device
                 continue
-            return ConvolutionPlan(key, graph, index, self._queue)
+            return ConvolutionPlan(key, graph, index, self._handle_on)
         raise self._no_plan(key, "every plan in its list is excluded or unsupported")
+
+    def _handle_on(self, stream: int) -> int:
+        assert self._handle is not None, "plans for a device that is not here cannot be run"
+        if stream != self._stream:
+            self._cudnn.set_stream(handle=self._handle, stream=stream)
+            self._stream = stream
+        return self._handle
 
     def _list_plans(self, graph: Graph, key: ConvolutionKey) -> None:
         """List the heuristic's plans, except those that are nondeterministic, less precise than the key, or too large."""
@@ -231,7 +224,7 @@ class CudnnPlans:
         graph.create_execution_plans([cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK])
         left_out = [note.NONDETERMINISTIC, note.WINOGRAD_TILE_4x4, note.WINOGRAD_TILE_6x6, note.WINOGRAD_TILE_13x13]
         graph.deselect_numeric_notes(left_out + ([note.TENSOR_CORE] if key.precision == "float32" else []))
-        graph.deselect_workspace_greater_than(self._limit)
+        graph.deselect_workspace_greater_than(WORKSPACE_LIMIT_BYTES)
         graph.check_support()
 
     def _no_plan(self, key: ConvolutionKey, reason: str) -> BackendError:
@@ -239,7 +232,7 @@ class CudnnPlans:
         first = reason.strip().splitlines()[0] if reason.strip() else "no reason given"
         return BackendError(
             f"cuDNN {version} has no deterministic plan for {describe(key)} in a workspace of at most "
-            f"{self._limit >> 20} MiB ({first}); try a smaller batch, or another precision."
+            f"{WORKSPACE_LIMIT_BYTES >> 20} MiB ({first}); try a smaller batch, or another precision."
         )
 
 
@@ -252,23 +245,8 @@ def new_handle() -> int:
     return int(library().create_handle())
 
 
-def _device_arguments(
-    cudnn: Library, handle: int | None, capability: tuple[int, int] | None, properties: Mapping[str, Any] | None
-) -> dict[str, Any]:
-    """Return the arguments of `cudnn.pygraph` that describe a device.
-
-    Without `sm_version` the frontend would query libcudart, which is not loaded otherwise.
-    """
-    if properties is not None:
-        device = cudnn.create_device_properties(json.dumps(dict(properties)))
-        return {"device_property": device, "sm_version": properties["deviceVer"] // 10}
-    assert capability is not None
-    return {"handle": handle, "sm_version": 10 * capability[0] + capability[1]}
-
-
 #: size of cuBLAS's workspace that NVIDIA recommends for its GPUs since 2022
 WORKSPACE_BYTES = 32 << 20
-
 
 _OPERATION = {False: 0, True: 1}  # CUBLAS_OP_N, CUBLAS_OP_T
 _DATA_TYPE = {"float32": 0, "bfloat16": 14}  # CUDA_R_32F, CUDA_R_16BF
@@ -297,9 +275,8 @@ class MatrixProducts:
         self._handle = ctypes.c_void_p()
         self._one, self._zero = ctypes.c_float(1.0), ctypes.c_float(0.0)
         self._check("cublasCreate", library.cublasCreate_v2(ctypes.byref(self._handle)))
-        self._check(
-            "cublasSetStream", library.cublasSetStream_v2(self._handle, ctypes.c_void_p(stream))
-        )  # before the workspace, which it would reset
+        # The stream is set before the workspace, which it would reset.
+        self._check("cublasSetStream", library.cublasSetStream_v2(self._handle, ctypes.c_void_p(stream)))
         place = (ctypes.c_void_p(workspace.pointer), ctypes.c_size_t(workspace.nbytes))
         self._check("cublasSetWorkspace", library.cublasSetWorkspace_v2(self._handle, *place))
         self._check("cublasSetMathMode", library.cublasSetMathMode(self._handle, ctypes.c_int(_MATH_MODE)))

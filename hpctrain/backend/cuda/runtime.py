@@ -243,20 +243,17 @@ class _Area:
         self._memory = runtime.device.allocate(8 * words).view("int64")
         self._words = np.zeros(words, np.int64)
         self._staging = Staging(runtime, self._words.nbytes, _UPLOADS)
-        self._streams: dict[tuple[int, str], int] = {}
-        self._ids = ids
-
-    def has_room(self, stream: tuple[int, str], ids: int) -> bool:
-        return ids <= self._ids and (stream in self._streams or len(self._streams) < KEYS)
+        self.streams: dict[tuple[int, str], int] = {}
+        self.ids = ids
 
     def places(self, stream: tuple[int, str]) -> StepPlaces:
-        number = _HEADER + self._streams.setdefault(stream, len(self._streams))
+        number = _HEADER + self.streams.setdefault(stream, len(self.streams))
         return StepPlaces(self._memory[:_HEADER], self._memory[number : number + 1], self._memory[_HEADER + KEYS :])
 
     def begin(self, context: StepContext) -> None:
-        words, count = self._words, min(self._ids, context.sample_ids.size)
+        words, count = self._words, min(self.ids, context.sample_ids.size)
         words[0] = context.training
-        for (seed, layer), number in self._streams.items():
+        for (seed, layer), number in self.streams.items():
             words[_HEADER + number : _HEADER + number + 1].view(np.uint32)[:] = key("dropout", seed, context.step, layer)
         stop = _HEADER + KEYS + count
         words[_HEADER + KEYS : stop] = context.sample_ids[:count]
@@ -278,7 +275,7 @@ class StepBlock:
         """Return the addresses for the dropout stream of (seed, layer) and for the first `ids` sample ids of each step."""
         stream = seed, layer
         for area in self._areas:
-            if area.has_room(stream, ids):
+            if ids <= area.ids and (stream in area.streams or len(area.streams) < KEYS):
                 return area.places(stream)
         self._areas.append(_Area(self._runtime, max(ids, LEAST_IDS)))
         return self._areas[-1].places(stream)
