@@ -43,11 +43,6 @@ def convert_by_numpy(source: Array, target: Array) -> Copying:
     return partial(np.copyto, target, source.reshape(target.shape), casting="same_kind")
 
 
-def in_float32(x: TensorSpec) -> TensorSpec:
-    """Return the same tensor in float32."""
-    return replace(x, dtype="float32")
-
-
 def rounded(
     make: Callable[..., Operator], inputs: Sequence[TensorSpec], *, training: bool, convert: Conversion = convert_by_numpy
 ) -> Operator:
@@ -57,7 +52,7 @@ def rounded(
         make: function that returns an operator for the specs of its inputs.
         inputs: specs of the inputs in bfloat16.
     """
-    inner = make(*map(in_float32, inputs))
+    inner = make(*(replace(x, dtype="float32") for x in inputs))
     kind = RoundedLinear if isinstance(inner, SufficientFactors) else RoundedOperator
     return kind(inner, training=training, convert=convert)
 

@@ -442,16 +442,12 @@ def _raise_difference(world: Communicator, subject: Subject) -> None:
     host, remedy, facts = gathered[others[0]]
     key = subject.first_difference(facts, known)
     where = f" on {host}" if len({name for name, _, _ in gathered}) > 1 else ""
-    words, reference = subject.words(key, facts.get(key), known.get(key)), _reference_words(reference_ranks)
+    words, reference = subject.words(key, facts.get(key), known.get(key)), str(reference_ranks[0])
+    if reference_ranks[0] and len(reference_ranks) > 1:  # rank 0 is named alone
+        reference += f" and {counted(len(reference_ranks) - 1, 'other')}"
     if len(others) == 1:
         sentence = f"Rank {others[0]}{where} has {subject.name} than rank {reference}: {words}; {remedy}."
     else:
         who = f"Rank {others[0]}{where} and {len(others) - 1} more of {world.size} ranks"
         sentence = f"{who} have {subject.name} than rank {reference}: {words}; {remedy}."
     raise subject.error(sentence, ranks=[world.world_ranks[rank] for rank in others]).of_all_ranks(world.world_ranks[0])
-
-
-def _reference_words(ranks: Sequence[int]) -> str:
-    """Return text for the reference ranks, to follow "rank". If rank 0 is among them, only rank 0 is named."""
-    more = len(ranks) - 1 if ranks[0] else 0
-    return f"{ranks[0]}" + (f" and {counted(more, 'other')}" if more else "")

@@ -115,7 +115,8 @@ def _absence(record: FlightRecord, by_rank: Mapping[int, FlightRecord]) -> _Abse
     ranks have not posted is returned. If all ranks have posted them, the first one is returned without ranks: the transport has
     not completed it.
     """
-    awaited = awaited_operation(record)
+    queued = record.operations if record.wait else ()
+    awaited = next((recorded for recorded in queued if recorded.number == record.wait_number), None)
     if awaited is None:  # outside the queues: ranks that do not wait for the same purpose are absent
         named = _OF_RANKS.search(record.wait)
         ranks = _ranks(named[1] if named else "", record, by_rank)
@@ -128,13 +129,6 @@ def _absence(record: FlightRecord, by_rank: Mapping[int, FlightRecord]) -> _Abse
         if absent:
             return _Absence(operation, absent)
     return _Absence(flying[0] if flying else awaited, ())
-
-
-def awaited_operation(record: FlightRecord) -> RecordedOperation | None:
-    """Return the operation that a rank waits for; None if it is not in a queue."""
-    return (
-        next((recorded for recorded in record.operations if recorded.number == record.wait_number), None) if record.wait else None
-    )
 
 
 def _ranks(text: str, record: FlightRecord, by_rank: Mapping[int, FlightRecord]) -> tuple[int, ...]:

@@ -25,7 +25,10 @@ _MEMORY_FILES = (
 
 def available_bytes(root: Path = Path("/")) -> int | None:
     """Return the bytes of memory that processes of this node may still allocate; None if the system does not report it."""
-    rooms = [*_of_machine(root), *_of_groups(root)]
+    rooms = list(_of_machine(root))
+    for controller, mount, *files in _MEMORY_FILES:
+        for folder in control_groups(controller, mount, root):
+            rooms += _room(folder, *files)
     return max(0, min(rooms)) if rooms else None
 
 
@@ -34,12 +37,6 @@ def _of_machine(root: Path) -> Iterator[int]:
         for line in (root / _MEMINFO.relative_to("/")).read_text().splitlines():
             if line.startswith("MemAvailable:"):
                 yield int(line.split()[1]) * 1024
-
-
-def _of_groups(root: Path) -> Iterator[int]:
-    for controller, mount, *files in _MEMORY_FILES:
-        for folder in control_groups(controller, mount, root):
-            yield from _room(folder, *files)
 
 
 def control_groups(controller: str, mount: Path, root: Path = Path("/")) -> Iterator[Path]:

@@ -57,8 +57,9 @@ class SchedulerJob:
         None includes a running job, whose training may have ended. Starts a process if the job is another one of this process's
         scheduler and cluster.
         """
-        if not self.number or (self.scheduler, self.cluster) != (here := own_job(os.environ)).scheduler_and_cluster:
-            return None
+        here = own_job(os.environ)
+        if not self.number or (self.scheduler, self.cluster) != (here.scheduler, here.cluster):
+            return None  # only within one of its scheduler's clusters is a job's number unique
         if self.number == here.number and self.restart >= here.restart:
             return None  # its own job cannot be over
         command = ["squeue", "--noheader", "--states=all", "--format=%T", f"--jobs={self.number}"]
@@ -72,11 +73,6 @@ class SchedulerJob:
         except (OSError, subprocess.SubprocessError):
             return None
         return _pbs_answer(done) if self.scheduler == PBS else _slurm_answer(done)
-
-    @property
-    def scheduler_and_cluster(self) -> tuple[str, str]:
-        """Scheduler and cluster, within which the job's number is unique."""
-        return self.scheduler, self.cluster
 
 
 def own_job(environ: Mapping[str, str]) -> SchedulerJob:

@@ -191,10 +191,9 @@ class Binder:
         if not step.node.frozen:
             return {role: self._gradient_buffer(parameter) for role, parameter in parameters.items()}
         passes_back = any(self._plan.needs_grad[tensor] for tensor in step.inputs)
-        return {role: self._zeros_like(parameter) for role, parameter in parameters.items()} if passes_back else {}
-
-    def _zeros_like(self, parameter: Parameter) -> Array:
-        return self._arithmetic.zeros(parameter.size, str(parameter.data.dtype)).reshape(parameter.spec.shape)
+        zeros = self._arithmetic.zeros
+        unused = parameters.items() if passes_back else ()
+        return {role: zeros(each.size, str(each.data.dtype)).reshape(each.spec.shape) for role, each in unused}
 
     def _sufficient_factors(self, step: PlannedStep, memory: StepMemory) -> tuple[Array, Array] | None:
         """Return (x, dy) of a trained linear layer; None for all other layers, and in evaluation."""

@@ -80,7 +80,7 @@ class SoftmaxCrossEntropy(LossOperator):
             total = soft.sum(axis=1, keepdims=True)
             uniform, sure = self.spec.smoothing / classes, 1.0 - self.spec.smoothing
             # The target of each sample: a part for each of its labels, and the uniform part of label smoothing.
-            parts = [(sure * share * _label_weights(weights, indices), indices) for share, indices in shares]
+            parts = [(sure * share * (1.0 if weights is None else weights[indices]), indices) for share, indices in shares]
             target = 1.0 if weights is None else sum(part for part, _ in parts) + uniform * weights.sum()
             aim = sum(part * shifted[rows, indices] for part, indices in parts)
             if uniform:
@@ -103,11 +103,6 @@ class SoftmaxCrossEntropy(LossOperator):
 def _class_weights(spec: SoftmaxCrossEntropySpec, class_scale: float | None) -> np.ndarray | None:
     """Return the scaled weight of each class; None if weights are not applied."""
     return np.array(spec.class_weights) * class_scale if spec.class_weights and class_scale is not None else None
-
-
-def _label_weights(weights: np.ndarray | None, labels: np.ndarray) -> np.ndarray | float:
-    """Return the weight of each label; 1 if weights are not applied."""
-    return 1.0 if weights is None else weights[labels]
 
 
 def _shares(labels: Array | MixedLabels, classes: int) -> list[tuple[float, np.ndarray]]:

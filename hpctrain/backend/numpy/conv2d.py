@@ -47,13 +47,11 @@ class NumpyConv2d(NumpyOperator):
         self.scratch_bytes = total_bytes(self._weight_scratch if training else self.columns.scratch)
         self.back: _Flipped | _Scattered | None = None
         if training:
-            kind = _Flipped if spec.window.stride == (1, 1) and not self._turning_costs(weight_size) else _Scattered
+            # With many weights and few pixels, flipping the weights takes longer than the product with them.
+            costs = weight_size >= MANY_WEIGHTS and math.prod(self.output.shape[:3]) < self.conv.channels_out
+            kind = _Flipped if spec.window.stride == (1, 1) and not costs else _Scattered
             self.back = kind(spec, self.inputs[0], self.output, column_bytes)
             self.scratch_bytes = max(self.scratch_bytes, total_bytes(self.back.scratch))
-
-    def _turning_costs(self, weight_size: int) -> bool:
-        """Return whether flipping the weights takes longer than the product with them: many weights, and few pixels."""
-        return math.prod(self.output.shape[:3]) < self.conv.channels_out and weight_size >= MANY_WEIGHTS
 
     def bind(self, buffers: Buffers) -> None:
         self.buffers = buffers

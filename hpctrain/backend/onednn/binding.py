@@ -224,11 +224,6 @@ class Engine:
         """Channels per block of the layouts that this processor's kernels prefer: 16 with AVX-512, otherwise 8."""
         return 16 if self.library.dnnl_get_effective_cpu_isa() & c.ISA_AVX512_CORE == c.ISA_AVX512_CORE else 8
 
-    @property
-    def has_bfloat16(self) -> bool:
-        """Whether kernels may use instructions that multiply bfloat16. `ONEDNN_MAX_CPU_ISA` may forbid them."""
-        return bool(self.library.dnnl_get_effective_cpu_isa() & c.ISA_AVX512_CORE_BF16 == c.ISA_AVX512_CORE_BF16)
-
     def create(self, function: str, label: str, *arguments: Any) -> c_void_p:
         """Call a C function that creates an object, and return the handle that it writes to its first argument."""
         handle = c_void_p()

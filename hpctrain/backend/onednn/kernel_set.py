@@ -12,6 +12,7 @@ from threadpoolctl import threadpool_limits
 from hpctrain.backend.arithmetic import Arithmetic
 from hpctrain.backend.graph import Graph, fuse
 from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
+from hpctrain.backend.onednn import constants as c
 from hpctrain.backend.onednn.arithmetic import OnednnArithmetic
 from hpctrain.backend.onednn.batch_norm import BatchNormOperator
 from hpctrain.backend.onednn.binding import Descriptor, Engine, Unimplemented, available
@@ -80,7 +81,7 @@ class OnednnKernelSet(KernelSet):
 
         Otherwise the library emulates the products, several times as slowly as float32.
         """
-        if not self._engine.has_bfloat16:
+        if self._engine.library.dnnl_get_effective_cpu_isa() & c.ISA_AVX512_CORE_BF16 != c.ISA_AVX512_CORE_BF16:
             return False
         spec = Conv2dSpec(self._engine.block, self._engine.block, Window((3, 3), (1, 1), (1, 1, 1, 1)))
         try:
