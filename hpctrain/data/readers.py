@@ -212,8 +212,6 @@ class BlockReader(ReadImages):
         replaced: replacement of each unreadable sample, by number.
         decodes: whether the stored bytes are picture files.
         threads: number of decoding threads, which may be changed between two calls.
-        gathers: whether samples are read through the map. Otherwise each is read by a system call, which suits samples that are
-            read once: a parallel file system serves all bytes of a sample in one call, but a map page by page.
     """
 
     decodes: ClassVar[bool] = False
@@ -227,7 +225,15 @@ class BlockReader(ReadImages):
         self._descriptor = open_regular(path)
         self._close = weakref.finalize(self, os.close, self._descriptor)
         self._identity = _identity(os.fstat(self._descriptor))
-        self.gathers = True
+        self._gathers = True
+
+    def reads_by_calls(self) -> None:
+        """Read each sample by a system call instead of through the map, starting with the next read.
+
+        System calls suit samples that are read once: a parallel file system serves all bytes of a sample in one call, but a map
+        page by page.
+        """
+        self._gathers = False
 
     def stored(self, sample: int) -> bytes:
         """Return the stored bytes of a sample, regardless of replacements.
@@ -251,9 +257,9 @@ class BlockReader(ReadImages):
         sizes, starts = self.extents.sizes(samples), self.extents.starts(samples)
         ends = np.cumsum(sizes)
         out = np.empty(int(sizes.sum()), np.uint8)
-        gathers, self.gathers = self.gathers, False  # the map would also read neighbouring pages
+        gathers, self._gathers = self._gathers, False  # the map would also read neighbouring pages
         failed = self.fetch(samples, starts[:, None], (ends - sizes)[:, None], sizes, out, patient=False)
-        self.gathers = gathers
+        self._gathers = gathers
         places = zip(samples.tolist(), (ends - sizes).tolist(), ends.tolist(), strict=True)
         return {
             sample: self._pixel_sum(sample, zlib.crc32(out[begin:end].data))
@@ -344,7 +350,7 @@ class BlockReader(ReadImages):
         """
         sources, targets, sizes = wanted
         at_once = max(1, min(_PIECES_AT_ONCE, _BYTES_AT_ONCE // max(1, int(sizes.max(initial=1)))))
-        for begin in range(0, len(sources) if self.gathers else 0, at_once):
+        for begin in range(0, len(sources) if self._gathers else 0, at_once):
             part = slice(begin, begin + at_once)
             pieces = np.empty((2, len(sources[part]), 2), np.uint64)
             pieces[0, :, 0], pieces[1, :, 0] = out.ctypes.data + targets[part], self._map.ctypes.data + sources[part]
@@ -353,9 +359,9 @@ class BlockReader(ReadImages):
             copied = _copy(os.getpid(), pieces[0].ctypes.data, count, pieces[1].ctypes.data, count, 0)
             ends = np.cumsum(sizes[part])
             if copied < ends[-1]:
-                self.gathers = copied >= 0 or ctypes.get_errno() not in _REFUSED
+                self._gathers = copied >= 0 or ctypes.get_errno() not in _REFUSED
                 return int(begin + np.searchsorted(ends, max(0, copied), "right"))
-        return len(sources) if self.gathers else 0
+        return len(sources) if self._gathers else 0
 
     def _read_file(self, pieces: list[tuple[int, np.ndarray]], patient: bool) -> str | None:
         """Read pieces (offset in the block, output) of a sample from the file; return the reason for a failure or None."""

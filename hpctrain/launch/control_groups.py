@@ -126,16 +126,15 @@ class MemoryGroup:
     kills: int = 0
 
     @classmethod
-    def own(cls, listing: Path = Path("/proc/self/cgroup"), root: Path = Path("/")) -> MemoryGroup:
+    def own(cls, root: Path = Path("/")) -> MemoryGroup:
         """Return the group of this process."""
         with contextlib.suppress(OSError, ValueError):
-            lines = [line.split(":", 2) for line in listing.read_text().splitlines()]
             for controller, mount, counts, limit in _KILL_FILES:
-                for _, controllers, group in lines:
-                    # In a container, the listed path may be the machine's, while the group itself is the mount point.
-                    for folder in (root / mount.relative_to("/") / group.lstrip("/"), root / mount.relative_to("/")):
-                        if controller in controllers.split(",") and (folder / counts).is_file():
-                            return cls(folder / counts, folder / limit, _kills(folder / counts))
+                folders = list(control_groups(controller, mount, root))
+                # In a container, the listed path may be the machine's, while the group itself is the mount point.
+                for folder in folders[:1] + folders[-1:]:
+                    if (folder / counts).is_file():
+                        return cls(folder / counts, folder / limit, _kills(folder / counts))
         return cls()
 
     def hint(self) -> str:

@@ -19,7 +19,7 @@ import subprocess
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from signal import Signals
 from typing import Any, Protocol
@@ -307,19 +307,6 @@ class Attempt:
         }
 
 
-@dataclass
-class _State:
-    """State accumulated over all attempts."""
-
-    failures: int = 0
-    run: Path | None = None
-    bad: Counter[str] = field(default_factory=Counter)
-
-    @property
-    def excluded(self) -> tuple[str, ...]:
-        return tuple(sorted(node for node, failures in self.bad.items() if failures >= _BAD))
-
-
 class Supervisor:
     """Runs a training until it finishes, is asked to stop, cannot continue, or has failed too often.
 
@@ -341,7 +328,8 @@ class Supervisor:
         self.attempts: list[Attempt] = []
         self._command, self._rules, self._runner = command, rules, runner
         self._look, self._keep, self._say = look, keep, say
-        self._state = _State()
+        self._failures, self._failures_of = 0, Counter[str]()  # by node
+        self._run: Path | None = None
 
     def run(self) -> int:
         """Run all attempts; return the exit code of the last one, or that of a signal during a pause."""
@@ -354,25 +342,28 @@ class Supervisor:
                 return attempt.code
             self._runner.pause(pause_seconds)
             if self._runner.request is not None:  # no attempt was running: the last checkpoint can be resumed
-                return STOPPED if self._state.run is not None else SIGNALLED + self._runner.request
+                return STOPPED if self._run is not None else SIGNALLED + self._runner.request
 
     def _attempt(self) -> tuple[Attempt, float | None]:
         """Start the command once; return the attempt, and the pause in seconds before the next one, or None if there is none."""
-        excluded = self._state.excluded
+        excluded = self._excluded()
         words = self._words(excluded)
         begin = time.time()
         code = self._runner.run(words)
         end, traces = time.time(), self._look()
         if traces.checkpoint is not None:
-            self._state.run = traces.run
+            self._run = traces.run
         pause_seconds, reason = self._judge(code, traces)
         return Attempt(len(self.attempts) + 1, words, begin, end, code, traces, excluded, reason), pause_seconds
+
+    def _excluded(self) -> tuple[str, ...]:
+        return tuple(sorted(node for node, failures in self._failures_of.items() if failures >= _BAD))
 
     def _words(self, excluded: Sequence[str]) -> tuple[str, ...]:
         """Return the command of the next attempt. Without a checkpoint, the command is repeated unchanged."""
         command = self._command
-        if self._state.run is not None:
-            command = command.resumed(self._state.run)
+        if self._run is not None:
+            command = command.resumed(self._run)
         return command.excluding(excluded).words if excluded else command.words
 
     def _judge(self, code: int, traces: AttemptOutcome) -> tuple[float | None, str]:
@@ -386,21 +377,21 @@ class Supervisor:
         if code == STOPPED and not self._rules.requeue:
             return None, "stopped with a checkpoint"
         if code == STOPPED and progress:
-            self._state.failures = 0
+            self._failures = 0
             return 0.0, "stopped with a checkpoint; continues"
         return self._failed(traces, progress=progress)
 
     def _failed(self, traces: AttemptOutcome, *, progress: bool) -> tuple[float | None, str]:
-        state, rules = self._state, self._rules
-        state.failures = 1 if progress else state.failures + 1
+        rules = self._rules
+        self._failures = failures = 1 if progress else self._failures + 1
         if rules.excludes and traces.node:
-            state.bad[traces.node] += 1
-        if state.failures > rules.restarts:
-            times = f"{state.failures} failures without a new checkpoint" if state.failures > 1 else "a failure"
+            self._failures_of[traces.node] += 1
+        if failures > rules.restarts:
+            times = f"{failures} failures without a new checkpoint" if failures > 1 else "a failure"
             return None, f"given up after {times}"
-        pause_seconds = min(LONGEST_PAUSE_SECONDS, rules.pause_seconds * 2 ** (state.failures - 1))
-        without = f" without {', '.join(state.excluded)}" if state.excluded else ""
-        place = f"the newest checkpoint of {state.run}" if state.run is not None else "the beginning, as there is no checkpoint"
+        pause_seconds = min(LONGEST_PAUSE_SECONDS, rules.pause_seconds * 2 ** (failures - 1))
+        without = f" without {', '.join(excluded)}" if (excluded := self._excluded()) else ""
+        place = f"the newest checkpoint of {self._run}" if self._run is not None else "the beginning, as there is no checkpoint"
         return pause_seconds, f"restarts in {pause_seconds:g} s{without} from {place}"
 
 

@@ -212,8 +212,7 @@ class Network:
         frozen_groups: parameters of frozen layers, by the same names as `groups`.
         parameter_specs: declarations of the whole model's parameters by full name.
         shards: this rank's part of each parameter by full name; None for a whole parameter.
-        slices: messages that carry each parameter, by parameter name; captured spans end at their ends. Set it before the second
-            step.
+        slices: messages that carry each parameter, by parameter name.
 
     Raises:
         ShapeError: the layers do not fit each other or the image; the message names the layer.
@@ -363,6 +362,10 @@ class Network:
             self._programs[key] = make()
         self._programs.move_to_end(key)
         return self._programs[key]
+
+    def set_slices(self, slices: Slices) -> None:
+        """Set the messages that carry each parameter, at whose ends captured spans end. Call it before the second step."""
+        self.slices = slices
 
     def _bound(
         self,

@@ -298,7 +298,7 @@ def _cache(
     local = _local(node, file, config, held)
     copy = None if local is None else local.copy
     if held or copy is not None:
-        file.pixels.gathers = False
+        file.pixels.reads_by_calls()
     kept = KeptSamples(local_denied="" if local is None else local.denied)
     if local is not None and copy is not None:
         kept = replace(kept, local_first=copy.first, local=copy.count, local_bytes=local.n_bytes, found=local.found)

@@ -241,19 +241,6 @@ def read_meta(path: Path) -> Mapping[str, object]:
     return open_sharded(path)[1] if is_sharded(path) else read_store_meta(path)
 
 
-def read_newest(directory: Path) -> tuple[Path, CheckpointContent] | None:
-    """Return the path and content of the last written checkpoint with valid checksums; None if there is none.
-
-    Each file is read once. Damaged files are logged and skipped.
-    """
-    for _, path in reversed(by_age(directory)):
-        try:
-            return path, read(path)
-        except CheckpointError as error:
-            _log.warning("Skipping a checkpoint. %s", error)
-    return None
-
-
 def by_age(directory: Path) -> list[tuple[int, Path]]:
     """Return (global step, path) of all checkpoints in `directory`, in the order of writing. Does not depend on clocks.
 

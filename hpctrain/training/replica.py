@@ -426,7 +426,7 @@ class Replica:
             self.passes,
             watched=self._checks.every_steps > 0,
         )
-        self.network.slices = slices_of(averagers)
+        self.network.set_slices(slices_of(averagers))
         if self._ema is not None and averagers:
             self.average = WeightAverage(self.network, averagers, self._ema)
         if self._checks.every_steps and averagers:

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from hpctrain.core.text import place
-from hpctrain.storage import checkpoint
 from hpctrain_testing.run import Outcome
 from tests.support.here import run_here
+from tests.support.newest_checkpoint import read_newest
 from tests.support.sampling import amount
 from tests.support.tiny_runs import write_images
 
@@ -59,7 +59,7 @@ def _job(job: Job, ranks: int, folder: Path, arguments: list[str]) -> Outcome:
 
 def _parameters(folder: Path, output: str) -> dict[str, np.ndarray]:
     [run] = (folder / output).iterdir()
-    there = checkpoint.read_newest(run / "checkpoints")
+    there = read_newest(run / "checkpoints")
     assert there is not None
     tensors = there[1].tensors
     assert there[1].meta["position"]["global_step"] == STEPS

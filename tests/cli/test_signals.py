@@ -14,6 +14,7 @@ from hpctrain.storage import checkpoint
 from hpctrain_testing.run import Outcome
 from tests.support.here import run_here
 from tests.support.kills import WRITERS, moments, run_writer
+from tests.support.newest_checkpoint import read_newest
 from tests.support.signal_storm import QUIET, Setting, Tally, final_tensors, prepare, quiet_storm, same_bits
 from tests.support.tiny_runs import Start, newest_run
 
@@ -203,7 +204,7 @@ def test_a_request_that_comes_again_loses_no_checkpoint(
     outcome = job(2, words, cwd=folder)
     assert outcome.code == STOPPED, outcome.output
     run = newest_run(folder, name="storm")
-    assert checkpoint.read_newest(run.checkpoints) is not None
+    assert read_newest(run.checkpoints) is not None
     assert "Traceback" not in outcome.output
     steps = [step for step, _ in checkpoint.checkpoints(run.checkpoints)]
     assert f"after step {steps[-1]}," in outcome.stdout
@@ -218,7 +219,7 @@ def test_an_interrupt_in_the_checkpoint_ends_the_run_and_says_what_is_kept(job: 
     outcome = job(0, ["again.py", "checkpoint", "0", names, "train", "storm.yaml", "--resume", "auto"], cwd=folder)
     assert outcome.code == 130, outcome.output
     run = newest_run(folder, name="storm")
-    kept = checkpoint.read_newest(run.checkpoints)
+    kept = read_newest(run.checkpoints)
     assert kept is not None
     assert kept[0].name == "checkpoint-00000004.h5"
     sentence = "SIGINT received again: this process ends at once and writes no checkpoint; the newest one on the disk is"

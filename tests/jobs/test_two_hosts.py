@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from hpctrain.runs.directory import latest
-from hpctrain.storage import checkpoint
+from tests.support.newest_checkpoint import read_newest
 from tests.support.two_hosts import DEADLINE_SECONDS, TwoHosts, flavour, missing, two_hosts
 
 pytestmark = [pytest.mark.job, pytest.mark.slow, pytest.mark.skipif(bool(missing()), reason=missing() or "")]
@@ -32,7 +32,7 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TwoHosts]:
 def _newest(hosts: TwoHosts, output: str) -> tuple[int, dict[str, np.ndarray]]:
     """Step and tensors of the newest checkpoint below `output`."""
     run = latest(hosts.folder / output, "tiny")
-    newest = checkpoint.read_newest(run.checkpoints) if run is not None else None
+    newest = read_newest(run.checkpoints) if run is not None else None
     assert newest is not None, f"{output} has no checkpoint"
     return int(newest[1].meta["global_step"]), dict(newest[1].tensors)  # type: ignore[call-overload]
 

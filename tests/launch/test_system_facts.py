@@ -225,7 +225,8 @@ _V2 = "0::/batch/job7\n"
 
 
 def place(root: Path, listing: str, folder: str, counts: str, limit: str, value: str) -> Path:
-    (root / "cgroup").write_text(listing)
+    (root / "proc/self").mkdir(parents=True)
+    (root / "proc/self/cgroup").write_text(listing)
     group = root / "sys/fs/cgroup" / folder
     group.mkdir(parents=True)
     (group / limit).write_text(f"{value}\n")
@@ -244,7 +245,7 @@ def place(root: Path, listing: str, folder: str, counts: str, limit: str, value:
 )
 def test_a_kill_since_the_start_is_said_surely(tmp_path: Path, listing: str, folder: str, counts: str, limit: str) -> None:
     path = place(tmp_path, listing, folder, counts, limit, "250000000")
-    group = MemoryGroup.own(tmp_path / "cgroup", tmp_path)
+    group = MemoryGroup.own(tmp_path)
     assert (
         group.hint() == " (not by the kernel: since the start, it has ended no process of this control group for lack of memory)"
     )
@@ -255,16 +256,17 @@ def test_a_kill_since_the_start_is_said_surely(tmp_path: Path, listing: str, fol
 @pytest.mark.parametrize("limit", ["max", "9223372036854771712"])
 def test_no_limit_is_none(tmp_path: Path, limit: str) -> None:
     path = place(tmp_path, _V2, "batch/job7", "memory.events", "memory.max", limit)
-    group = MemoryGroup.own(tmp_path / "cgroup", tmp_path)
+    group = MemoryGroup.own(tmp_path)
     path.write_text("oom_kill 4\n")
     assert group.hint() == " (by the kernel, as memory ran out)"
 
 
 @pytest.mark.parametrize("listing", ["", "what\n", _V1, _V2])
 def test_without_counts_it_is_a_guess(tmp_path: Path, listing: str) -> None:
-    (tmp_path / "cgroup").write_text(listing)
-    assert MemoryGroup.own(tmp_path / "cgroup", tmp_path).hint() == " (as the kernel does if memory runs out)"
-    assert MemoryGroup.own(tmp_path / "nowhere", tmp_path).hint() == " (as the kernel does if memory runs out)"
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_text(listing)
+    assert MemoryGroup.own(tmp_path).hint() == " (as the kernel does if memory runs out)"
+    assert MemoryGroup.own(tmp_path / "nowhere").hint() == " (as the kernel does if memory runs out)"
 
 
 @pytest.fixture

@@ -31,6 +31,7 @@ from hpctrain.training.step import TrainingStep
 from hpctrain_testing.run import Outcome
 from hpctrain_testing.virtual.communicator import ThreadCommunicator
 from hpctrain_testing.virtual.run import run_virtual
+from tests.support.newest_checkpoint import read_newest
 from tests.support.runs import _rank, train_virtual
 from tests.support.tiny_runs import newest_run, prepare, whole_lines, write_images
 
@@ -74,8 +75,7 @@ def _train(folder: Path, ranks: int, bad: Mapping[str, Any], *more: str, resume:
 
 
 def _last(run: RunDirectory) -> CheckpointContent:
-    newest = checkpoint.read_newest(run.checkpoints)
-    return newest[1]
+    return read_newest(run.checkpoints)[1]
 
 
 def _assert_same(a: RunDirectory, b: RunDirectory) -> None:

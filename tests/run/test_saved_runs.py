@@ -35,6 +35,7 @@ from hpctrain_testing.run import Outcome, run_job
 from hpctrain_testing.virtual.communicator import ThreadCommunicator
 from hpctrain_testing.virtual.run import run_virtual, virtual_engine
 from tests.support import nets
+from tests.support.newest_checkpoint import read_newest
 from tests.support.runs import train_virtual
 from tests.support.tiny_runs import newest_run, whole_lines, write_images
 from tests.support.training import Task, batches, replica_of
@@ -76,7 +77,7 @@ def train(folder: Path, ranks: int, *more: str, fault: str = "pass") -> Outcome:
 
 
 def newest(output: str) -> tuple[Path, CheckpointContent]:
-    found = checkpoint.read_newest(newest_run(Path(), output).checkpoints)
+    found = read_newest(newest_run(Path(), output).checkpoints)
     assert found is not None
     return found
 

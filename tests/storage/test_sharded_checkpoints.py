@@ -23,7 +23,6 @@ from hpctrain.storage.checkpoint import (
     checkpoint_path,
     prune,
     read,
-    read_newest,
     remove_left,
     set_aside,
     write,
@@ -37,6 +36,7 @@ from hpctrain.storage.shards import (
     write_shard,
 )
 from tests.support.crashes import crash_at
+from tests.support.newest_checkpoint import read_newest
 from tests.support.sampling import amount
 
 SHAPES = {"parameters/w": (7, 6), "parameters/b": (), "statistics/m": (5,)}

@@ -34,8 +34,8 @@ import psutil
 from hpctrain.launch.process_end import FINISHED, STOPPED
 from hpctrain.launch.process_start import HELD, STOPS
 from hpctrain.runs.directory import latest, software_versions
-from hpctrain.storage import checkpoint
 from hpctrain_testing.run import StartedJob, find_mpiexec
+from tests.support.newest_checkpoint import read_newest
 
 QUIET = tuple(number for number in HELD if number not in STOPS)
 
@@ -185,7 +185,7 @@ def _holds_back(pid: int) -> bool:
 def final_tensors(folder: Path, output: str) -> tuple[int, dict[str, np.ndarray]]:
     """Steps and tensors of the newest checkpoint of the run in `output`."""
     run = latest(folder / output, "storm")
-    newest = checkpoint.read_newest(run.checkpoints) if run is not None else None
+    newest = read_newest(run.checkpoints) if run is not None else None
     assert newest is not None, "the run left no checkpoint"
     return int(newest[1].meta["global_step"]), dict(newest[1].tensors)  # type: ignore[call-overload]
 

@@ -9,10 +9,10 @@ import numpy as np
 
 from hpctrain.data.writer import write_data_file
 from hpctrain.runs.directory import RunDirectory, latest
-from hpctrain.storage import checkpoint
 from hpctrain.storage.checkpoint import CheckpointContent
 from hpctrain_testing.run import Outcome
 from tests.support.here import run_here
+from tests.support.newest_checkpoint import read_newest
 
 #: `run_here`, or `run_job` for processes and a real MPI
 Start = Callable[..., Outcome]
@@ -66,7 +66,7 @@ def newest_run(folder: Path, output: str = "runs", name: str = "tiny") -> RunDir
 
 def newest_checkpoint(folder: Path, output: str = "runs", name: str = "tiny") -> CheckpointContent:
     """Return the newest checkpoint of the newest run."""
-    newest = checkpoint.read_newest(newest_run(folder, output, name).checkpoints)
+    newest = read_newest(newest_run(folder, output, name).checkpoints)
     assert newest is not None
     return newest[1]
 
