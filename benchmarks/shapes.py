@@ -54,5 +54,4 @@ SHAPES = {
     "resnet50": Shape("resnet", 50, 1.0, 1000, 64, 16),
     "vgg13": Shape("vgg", 13, 0.375, 1000, 48, 16),
     "vgg11": Shape("vgg", 11, 0.5, 200, 56, 16),
-    "resnet101": Shape("resnet", 101, 0.5, 100, 64, 8),
 }
