@@ -47,12 +47,8 @@ class JobRequest:
     """The job that a user requests; None selects the default of the site's profile.
 
     Attributes:
-        nodes: number of nodes.
-        ranks_per_node: number of ranks per node.
         cores_per_rank: number of physical cores per rank, not hardware threads.
         time: time limit, as HH:MM:SS or 5h30m.
-        account: account, as named by the scheduler.
-        queue: queue, as named by the scheduler.
         hostfile: file with one host per line, for sites without a scheduler.
         stage: tar archive of the environment to unpack on each node.
         restarts: maximum number of times that a stopped job is requeued.
@@ -92,9 +88,9 @@ class JobFiles:
     environment: str = ""
 
 
-@dataclass(frozen=True)
-class SiteJob:
-    """The values that a template needs in addition to the profile; see also `JobFiles`.
+@dataclass(frozen=True, kw_only=True)
+class SiteJob(JobFiles):
+    """The values that a template needs in addition to the profile.
 
     Attributes:
         nodes: number of nodes.
@@ -105,12 +101,6 @@ class SiteJob:
         directives: pairs (scheduler option, reason).
     """
 
-    name: str
-    script: str
-    logs: str
-    log: str
-    train: tuple[str, ...] | None
-    environment: str
     nodes: int
     ranks: int
     cpus: int
@@ -446,29 +436,14 @@ class Submission:
 
 
 def job_files(site: Site, name: str, output: Path, train: Sequence[str]) -> JobFiles:
-    """Return the paths of a job's files: in jobs/ below `output`, named after the run and the time in UTC.
-
-    Args:
-        name: name of the run.
-        output: output directory.
-        train: configuration and overrides.
-    """
+    """Return the paths of a job's files: in jobs/ below `output`, named after the run and the time in UTC."""
     plain = re.sub(r"[^A-Za-z0-9._-]+", "-", name).lstrip("-.") or "run"
     logs, ending = output / _FOLDER, ENDINGS[site.profile.scheduler]
-    begun = f"{plain}-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}"
-    stems = (begun if number == 1 else f"{begun}-{number}" for number in count(1))
-    stem = next(stem for stem in stems if not os.path.lexists(logs / f"{stem}{ending}"))
+    stem = f"{plain}-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}"
     log = str(logs / f"{stem}.log")
     if site.profile.scheduler == "slurm":  # %j: the job number, which stays when the job is requeued
         log = f"{str(logs).replace('%', '%%')}/{stem}-%j.log"
-    return JobFiles(
-        name=plain,
-        script=str(logs / f"{stem}{ending}"),
-        logs=str(logs),
-        log=log,
-        train=tuple(train),
-        environment=_python_environment(),
-    )
+    return JobFiles(plain, str(logs / f"{stem}{ending}"), str(logs), log, tuple(train), _python_environment())
 
 
 def _python_environment() -> str:
@@ -606,13 +581,8 @@ def _following(site: Site, job: SiteJob, number: str) -> tuple[str, ...]:
         log = re.sub("%[j%]", lambda match: number if match[0] == "%j" else "%", log)
         follow = f"squeue --jobs={number}"
         stop = f"scontrol update JobId={number} Requeue=0; scancel --signal=USR1 {number}"
-    following = _with_commands("follow it:", follow, f"tail -F {shell_word(log)}")
-    return (*following, *_with_commands("stop it with a checkpoint, without a restart:", stop))
-
-
-def _with_commands(title: str, *commands: str) -> tuple[str, ...]:
-    """Return a title, and commands to copy, one per line."""
-    return (title, *(f"  {command}" for command in commands))
+    following = ("follow it:", f"  {follow}", f"  tail -F {shell_word(log)}")
+    return (*following, "stop it with a checkpoint, without a restart:", f"  {stop}")
 
 
 def _started(job: SiteJob) -> Submission:
@@ -620,5 +590,5 @@ def _started(job: SiteJob) -> Submission:
     start = ["bash", "-c", _IN_BACKGROUND, "start", job.script, job.log]
     done = subprocess.run(start, stdout=subprocess.PIPE, errors="replace", timeout=_SUBMIT_SECONDS, check=True)
     number = done.stdout.split()[-1]
-    follow = _with_commands("follow it:", f"tail -F {shell_word(job.log)}")
-    return Submission(number, (*follow, *_with_commands("stop it with a checkpoint:", f"kill -USR1 {number}")), job.script)
+    lines = ("follow it:", f"  tail -F {shell_word(job.log)}", "stop it with a checkpoint:", f"  kill -USR1 {number}")
+    return Submission(number, lines, job.script)
