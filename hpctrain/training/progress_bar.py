@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Literal
 
-from hpctrain.core.text import duration_text, fitting
+from hpctrain.core.text import fitting
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -57,21 +57,13 @@ _BAR_ROOM = _NARROWEST_BAR + len(" 100% ") + 2
 class ProgressBar:
     """Bar at the bottom of a terminal, which `close` erases.
 
-    Args:
-        clock: function that returns seconds.
-        over_stdout: whether output to stdout appears above the bar.
+    Output to stdout appears above the bar.
     """
 
-    def __init__(
-        self,
-        console: Console,
-        clock: Callable[[], float] = time.monotonic,
-        *,
-        over_stdout: bool = True,
-    ) -> None:
+    def __init__(self, console: Console) -> None:
         from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn  # slow to import
 
-        self._console, self._clock = console, clock
+        self._console = console
         self._progress = Progress(
             TextColumn("{task.description}"),
             BarColumn(bar_width=None, complete_style="magenta", finished_style="green"),  # 16-colour terminals show both
@@ -81,18 +73,12 @@ class ProgressBar:
             refresh_per_second=4,
             expand=True,
             transient=True,
-            redirect_stdout=over_stdout,
         )
         self._task: TaskID | None = None
         self._progress.start()
 
     def begin(self, description: str, total: int, done: int = 0) -> None:
-        """Show a new task.
-
-        Args:
-            total: total amount of work, in any unit.
-            done: amount of work done, in the same unit.
-        """
+        """Show a new task; `total` and `done` are amounts of work in any unit."""
         self._task = self._progress.add_task(description, total=total, completed=done, note="")
 
     def show(self, description: str, done: int, facts: Sequence[tuple[int, str]]) -> None:
@@ -112,10 +98,10 @@ class ProgressBar:
         if before is not None:
             self._progress.update(before, visible=False)
         self.begin(description, samples)
-        task, left, begin = self._task, TimeLeft(0, samples, self._clock), self._clock()
+        task = self._task
         assert task is not None
         try:
-            yield lambda done: self.show(description, done, _facts(done, left, self._clock() - begin))
+            yield lambda done: self.show(description, done, ())
         finally:
             self._progress.remove_task(task)
             self._task = before
@@ -125,13 +111,6 @@ class ProgressBar:
     def close(self) -> None:
         """Stop drawing. May be called twice."""
         self._progress.stop()
-
-
-def _facts(done: int, left: TimeLeft, elapsed_seconds: float) -> list[tuple[int, str]]:
-    """Return the rate of a pass and its remaining time."""
-    facts = [(1, f"{done / elapsed_seconds:,.0f} images/s")] if done and elapsed_seconds > 0 else []
-    seconds = left.seconds(done)
-    return facts if seconds is None else [*facts, (0, f"{duration_text(seconds)} left")]
 
 
 @contextmanager
@@ -144,19 +123,14 @@ def pass_on_stderr(style: PassStyle | None, samples: int, *, visible: bool, desc
     """
     shown = style == "bar" or (style is None and sys.stderr.isatty())
     if not (visible and shown):
-        yield _nothing
+        yield lambda done: None
         return
     from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    # Without truncation; output of stdout to the same terminal appears above the bar.
-    console = Console(stderr=True, soft_wrap=True, highlight=False, force_terminal=True)
-    bar = ProgressBar(console, over_stdout=sys.stdout.isatty())
-    try:
-        with bar.pass_over(description, samples) as advance:
-            yield advance
-    finally:
-        bar.close()
-
-
-def _nothing(done: int) -> None:
-    """No-op callback."""
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+    console = Console(stderr=True, force_terminal=True)
+    # Output of stdout to the same terminal appears above the bar.
+    with Progress(*columns, console=console, transient=True, redirect_stdout=sys.stdout.isatty()) as bar:
+        task = bar.add_task(description, total=samples)
+        yield lambda done: bar.update(task, completed=done)

@@ -86,7 +86,7 @@ class ConsoleReporter(Reporter):
             from hpctrain.training.progress_bar import ProgressBar  # imports rich, which is slow
 
             assert not isinstance(self._console, Lines), "a bar requires a console"
-            self._bar = ProgressBar(self._console, self._clock)
+            self._bar = ProgressBar(self._console)
             self._bar.begin("training", last_sample, done_samples)
         self._pass_on(lambda reporter: reporter.start(epochs, samples_per_epoch, done_samples, last_sample))
 

@@ -187,7 +187,7 @@ def _terminal(width: int) -> tuple[io.StringIO, Console]:
 @pytest.mark.parametrize("width", [40, 80, 160])
 def test_a_pass_takes_the_line_and_returns_it(width: int) -> None:
     output, console = _terminal(width)
-    bar = ProgressBar(console, count().__next__)
+    bar = ProgressBar(console)
     bar.begin("training", 100)
     bar.show("epoch 1/2", 50, [(0, "loss 1.0")])
     with bar.pass_over("evaluation", 200) as advance:
@@ -198,8 +198,6 @@ def test_a_pass_takes_the_line_and_returns_it(width: int) -> None:
     bar.close()
     assert during.startswith("evaluation")
     assert "25%" in during
-    assert "left" in during
-    assert ("images/s" in during) == (width >= 80)
     assert "epoch" not in during
     assert _frames(output)[-1].startswith("epoch 1/2")
     assert "loss 1.0" in _frames(output)[-1]
