@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import re
@@ -10,7 +11,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
@@ -24,6 +25,9 @@ from hpctrain.process.start import NO_RANK
 
 if TYPE_CHECKING:
     from hpctrain.runs.directory import RunDirectory
+
+
+_Command = TypeVar("_Command", bound=Callable[..., Any])
 
 
 class FilePath(click.Path):
@@ -124,6 +128,13 @@ def examples(ctx: click.Context, parameter: click.Parameter, incomplete: str) ->
 
 FILE = click.argument("file", type=FilePath(path_type=Path))
 OVERRIDES = click.argument("overrides", nargs=-1, shell_complete=keys)
+
+
+def options(*added: Callable[[_Command], _Command]) -> Callable[[_Command], _Command]:
+    """Return a decorator that adds arguments and options to a command, which its help lists in this order."""
+    return lambda command: functools.reduce(lambda decorated, add: add(decorated), reversed(added), command)
+
+
 PASS_STYLE = click.option(
     "--progress",
     "style",

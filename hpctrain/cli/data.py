@@ -15,13 +15,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hpctrain.cli.arguments import Commands, FilePath, OneOf, OutputFile
+from hpctrain.cli.arguments import Commands, FilePath, OneOf, OutputFile, options
 from hpctrain.core.text import counted, echo, echo_block, size_text
 from hpctrain.process.ends import USER_ERROR
 
 if TYPE_CHECKING:
     from hpctrain.data.convert.arrays import ForeignImages
     from hpctrain.data.convert.common import LeftOut
+    from hpctrain.data.convert.folder import Tree
 
 
 @contextmanager
@@ -137,21 +138,6 @@ def info(file: Path) -> None:
         echo(f"  {label:4d}  {class_name}: {count}")
 
 
-@data.command()
-@click.argument("file", type=_INPUT)
-def verify(file: Path) -> None:
-    """Compare a data file with its checksums.
-
-    Fails if the file has changed since it was written. `hpctrain data check` also names the damaged samples and finds other
-    faults.
-    """
-    from hpctrain.data.image_file import ImageFile
-
-    opened = ImageFile.open(file)
-    opened.verify()
-    echo(f"{file}: {counted(len(opened), 'image')}, all checksums agree")
-
-
 data.add_command(check)
 
 
@@ -209,8 +195,16 @@ _FIT = click.option(
     help="Make images square by cropping the centre (crop) or by changing the aspect ratio (squash).",
 )
 _CHANNELS = click.option(
-    "--channels", type=OneOf(["1", "3"]), default="3", show_default=True, help="Number of channels: grey (1) or RGB (3)."
+    "--channels",
+    type=OneOf(["1", "3"]),
+    default="3",
+    show_default=True,
+    callback=lambda context, parameter, value: int(value),
+    help="Number of channels: grey (1) or RGB (3).",
 )
+_DEEP = options(_RANGE, _CLASS_NAMES, _OVERWRITE, _JSON)
+_PICTURES = options(_FIT, _CHANNELS, _KEEP, _MAX_PIXELS, _RANGE)
+_TREE = options(_PICTURES, _SKIP, _CLASS_NAMES, _THREADS, _OVERWRITE, _JSON)
 
 
 @convert.command("idx")
@@ -255,21 +249,8 @@ def convert_cifar(directory: Path, out: Path, split: Any, coarse: bool, overwrit
 @click.option("--images", default="images", show_default=True, metavar="KEY", help="Name of the HDF5 dataset of images.")
 @click.option("--labels", default="labels", show_default=True, metavar="KEY", help="Name of the HDF5 dataset of labels.")
 @_LAYOUT
-@_RANGE
-@_CLASS_NAMES
-@_OVERWRITE
-@_JSON
-def convert_hdf5(
-    file: Path,
-    out: Path,
-    images: str,
-    labels: str,
-    layout: Any,
-    value_range: tuple[float, float] | None,
-    names_file: Path | None,
-    overwrite: bool,
-    as_json: bool,
-) -> None:
+@_DEEP
+def convert_hdf5(file: Path, out: Path, images: str, labels: str, layout: Any, overwrite: bool, **deep: Any) -> None:
     """Convert an HDF5 file of another program.
 
     FILE has images of shape (N, H, W), (N, H, W, C) or (N, C, H, W), and labels: integers (N,) or (N, 1), or one-hot rows (N, K).
@@ -279,7 +260,7 @@ def convert_hdf5(
 
     require_new(out, overwrite)
     with hdf5.opened(file, images, labels, layout) as source:
-        _convert_arrays(source, out, value_range, names_file, overwrite, as_json)
+        _convert_arrays(source, out, overwrite, **deep)
 
 
 @convert.command("arrays")
@@ -292,20 +273,9 @@ def convert_hdf5(
     help="Name of the array of labels in an .npz, default: y, labels or targets; or the .npy file of the labels.",
 )
 @_LAYOUT
-@_RANGE
-@_CLASS_NAMES
-@_OVERWRITE
-@_JSON
+@_DEEP
 def convert_arrays(
-    file: Path,
-    out: Path,
-    images: str | None,
-    labels: str | None,
-    layout: Any,
-    value_range: tuple[float, float] | None,
-    names_file: Path | None,
-    overwrite: bool,
-    as_json: bool,
+    file: Path, out: Path, images: str | None, labels: str | None, layout: Any, overwrite: bool, **deep: Any
 ) -> None:
     """Convert NumPy arrays (.npz or .npy).
 
@@ -316,18 +286,14 @@ def convert_arrays(
     from hpctrain.data.files import require_new
 
     require_new(out, overwrite)
-    _convert_arrays(arrays.opened(file, images, labels, layout), out, value_range, names_file, overwrite, as_json)
+    _convert_arrays(arrays.opened(file, images, labels, layout), out, overwrite, **deep)
 
 
 @convert.command("npz")
 @click.argument("file", type=_INPUT)
 @click.argument("out", type=_OUTPUT)
 @click.option("--size", type=_SIDE, help="Side of the square images, in pixels; default: images keep their size.")
-@_FIT
-@_CHANNELS
-@_KEEP
-@_MAX_PIXELS
-@_RANGE
+@_PICTURES
 @click.option("--limit", type=click.IntRange(1), help="Number of images to convert, starting with the first; default: all.")
 @_CLASS_NAMES
 @_THREADS
@@ -337,16 +303,12 @@ def convert_npz(
     file: Path,
     out: Path,
     size: int | None,
-    fit: Any,
-    channels: str,
-    keep_files: bool,
-    max_pixels: int | None,
     value_range: tuple[float, float] | None,
     limit: int | None,
     names_file: Path | None,
-    threads: int | None,
     overwrite: bool,
     as_json: bool,
+    **pictures: Any,
 ) -> None:
     """Convert JPEG files packed in an .npz.
 
@@ -365,15 +327,11 @@ def convert_npz(
             out,
             _class_names(names_file),
             size=None if size is None else (size, size),
-            fit=fit,
-            channels=int(channels),
-            keep_files=keep_files,
-            max_pixels=max_pixels,
-            **_range(value_range, names_file),
-            threads=threads,
             limit=limit,
             overwrite=overwrite,
             advance=advance,
+            **_range(value_range, names_file),
+            **pictures,
         )
     beyond = tuple(f"image {number}" for number in range(len(packed.labels))[limit:]) if limit else ()
     _report(out, as_json, [LeftOut("beyond --limit", beyond)] if beyond else [])
@@ -383,30 +341,9 @@ def convert_npz(
 @click.argument("directory", type=_INPUT)
 @click.argument("out", type=_OUTPUT)
 @click.option("--size", type=_SIDE, required=True, help="Side of the square images, in pixels.")
-@_FIT
-@_CHANNELS
-@_KEEP
-@_MAX_PIXELS
-@_RANGE
-@_SKIP
-@_CLASS_NAMES
-@_THREADS
-@_OVERWRITE
-@_JSON
+@_TREE
 def convert_folder(
-    directory: Path,
-    out: Path,
-    size: int,
-    fit: Any,
-    channels: str,
-    keep_files: bool,
-    max_pixels: int | None,
-    value_range: tuple[float, float] | None,
-    skip_unreadable: bool,
-    names_file: Path | None,
-    threads: int | None,
-    overwrite: bool,
-    as_json: bool,
+    directory: Path, out: Path, names_file: Path | None, skip_unreadable: bool, overwrite: bool, **pictures: Any
 ) -> None:
     """Convert a tree of picture files.
 
@@ -418,22 +355,7 @@ def convert_folder(
 
     require_new(out, overwrite)  # before many directories are listed
     tree = folder.scan(directory, _class_names(names_file), skip_unreadable=skip_unreadable)
-    with progress(f"converting {directory.name}", len(tree.files)) as advance:
-        skipped = folder.convert(
-            tree,
-            out,
-            size=(size, size),
-            fit=fit,
-            channels=int(channels),
-            keep_files=keep_files,
-            max_pixels=max_pixels,
-            **_range(value_range, names_file),
-            skip_unreadable=skip_unreadable,
-            threads=threads,
-            overwrite=overwrite,
-            advance=advance,
-        )
-    _report(out, as_json, folder.left_out(tree, skipped))
+    _convert_tree(tree, directory.name, out, names_file, skip_unreadable=skip_unreadable, overwrite=overwrite, **pictures)
 
 
 @convert.command("csv")
@@ -450,68 +372,55 @@ def convert_folder(
     help="Headers of the columns of picture files and of labels.",
 )
 @click.option("--suffix", default="", help="Suffix of the picture files that their column lacks, such as .jpg.")
-@_FIT
-@_CHANNELS
-@_KEEP
-@_MAX_PIXELS
-@_RANGE
-@_SKIP
-@_CLASS_NAMES
-@_THREADS
-@_OVERWRITE
-@_JSON
+@_TREE
 def convert_csv(
     file: Path,
     out: Path,
-    size: int,
     directory: Path | None,
     columns: tuple[str, str],
     suffix: str,
-    fit: Any,
-    channels: str,
-    keep_files: bool,
-    max_pixels: int | None,
-    value_range: tuple[float, float] | None,
-    skip_unreadable: bool,
     names_file: Path | None,
-    threads: int | None,
     overwrite: bool,
-    as_json: bool,
+    **pictures: Any,
 ) -> None:
     """Convert picture files whose labels are in a CSV file.
 
     FILE has a header, and a line for each picture with its file, relative to the directory, and its label: a class name, or an
     integer from 0. Running the same command again continues an interrupted conversion.
     """
-    from hpctrain.data.convert import folder, table
+    from hpctrain.data.convert import table
     from hpctrain.data.files import require_new
 
     require_new(out, overwrite)
     tree = table.scan(file, directory, _class_names(names_file), table.TableColumns(*columns, suffix))
-    with progress(f"converting {file.name}", len(tree.files)) as advance:
-        skipped = folder.convert(
-            tree,
-            out,
-            size=(size, size),
-            fit=fit,
-            channels=int(channels),
-            keep_files=keep_files,
-            max_pixels=max_pixels,
-            **_range(value_range, names_file),
-            skip_unreadable=skip_unreadable,
-            threads=threads,
-            overwrite=overwrite,
-            advance=advance,
-        )
+    _convert_tree(tree, file.name, out, names_file, overwrite=overwrite, **pictures)
+
+
+def _convert_tree(
+    tree: Tree,
+    name: str,
+    out: Path,
+    names_file: Path | None,
+    size: int,
+    value_range: tuple[float, float] | None,
+    as_json: bool,
+    **pictures: Any,
+) -> None:
+    """Convert the picture files below `name`, and report what was left out."""
+    from hpctrain.data.convert import folder
+
+    scaling = _range(value_range, names_file)
+    with progress(f"converting {name}", len(tree.files)) as advance:
+        skipped = folder.convert(tree, out, size=(size, size), advance=advance, **scaling, **pictures)
     _report(out, as_json, folder.left_out(tree, skipped))
 
 
 def _convert_arrays(
     source: ForeignImages,
     out: Path,
+    overwrite: bool,
     value_range: tuple[float, float] | None,
     names_file: Path | None,
-    overwrite: bool,
     as_json: bool,
 ) -> None:
     from hpctrain.data.convert import arrays

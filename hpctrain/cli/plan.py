@@ -14,14 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hpctrain.cli.arguments import FILE, OVERRIDES, Commands, FilePath, OneOf, OutputFile, Seconds
+from hpctrain.cli.arguments import FILE, OVERRIDES, Commands, FilePath, OneOf, OutputFile, Seconds, options
 from hpctrain.cli.bench import RankCounts
 from hpctrain.core.errors import ConfigError
 from hpctrain.core.text import echo, echo_block
 from hpctrain.process.start import load_config
 
 if TYPE_CHECKING:
-    from hpctrain.comm.link import LinkModel
     from hpctrain.config.schema import Config
     from hpctrain.planner.planned_run import PlannedRun
     from hpctrain.planner.search.configured_search import PlannedSearch
@@ -100,11 +99,11 @@ MACHINE = click.option(
     metavar="FILE|NAME",
     help="Machine model to plan for: a file written by `hpctrain calibrate`, or the name of an installed one.",
 )
-BANDWIDTH = click.option(
-    "--bandwidth", type=Factor(), default=1.0, help="What-if factor on the bandwidth of the machine's links."
+_WHAT_IF = options(
+    click.option("--bandwidth", type=Factor(), default=1.0, help="What-if factor on the bandwidth of the machine's links."),
+    click.option("--latency", type=Factor(), default=1.0, help="What-if factor on the latency of the machine's links."),
+    click.option("--compute", type=Factor(), default=1.0, help="What-if factor on the compute speed of the ranks."),
 )
-LATENCY = click.option("--latency", type=Factor(), default=1.0, help="What-if factor on the latency of the machine's links.")
-COMPUTE = click.option("--compute", type=Factor(), default=1.0, help="What-if factor on the compute speed of the ranks.")
 IMAGE = click.option(
     "--image",
     nargs=3,
@@ -169,9 +168,7 @@ def slow_ranks(pairs: tuple[tuple[int, float], ...], most_ranks: int) -> Mapping
     show_default=True,
     help="Time budget of --measure in seconds; no measurement starts after it.",
 )
-@BANDWIDTH
-@LATENCY
-@COMPUTE
+@_WHAT_IF
 @IMAGE
 @CLASSES
 @click.option("--json", "as_json", is_flag=True, help="Print everything as JSON, times in seconds and sizes in bytes.")
@@ -186,12 +183,10 @@ def search(
     keep: tuple[str, ...],
     measure: bool,
     seconds: float,
-    bandwidth: float,
-    latency: float,
-    compute: float,
     image: tuple[int, int, int] | None,
     classes: int | None,
     as_json: bool,
+    **factors: float,
 ) -> None:
     """Find the fastest way to run a training.
 
@@ -209,7 +204,6 @@ def search(
     from hpctrain.planner.costs import machine_file
     from hpctrain.planner.search import configured_search
 
-    factors = {"bandwidth": bandwidth, "latency": latency, "compute": compute}
     task = configured_search.SearchTask(config, ranks, machine_file.read(machine), factors, keep, image, classes)
     outcome = configured_search.search_layouts(task, ranks_per_node)
     if measure:
@@ -278,9 +272,7 @@ def _written(outcome: PlannedSearch, file: Path, overrides: tuple[str, ...], wri
     metavar="NAME",
     help="Averager to simulate instead of the configured one: a name or {name: ..., options}; may be given several times.",
 )
-@BANDWIDTH
-@LATENCY
-@COMPUTE
+@_WHAT_IF
 @click.option(
     "--slow",
     type=SlowRank(),
@@ -306,9 +298,6 @@ def simulate(
     ranks: tuple[int, ...],
     mode: Any,
     averagers: tuple[str, ...],
-    bandwidth: float,
-    latency: float,
-    compute: float,
     slow: tuple[tuple[int, float], ...],
     jitter: float,
     seed: int,
@@ -317,6 +306,7 @@ def simulate(
     png: Path | None,
     trace: Path | None,
     as_json: bool,
+    **factors: float,
 ) -> None:
     """Simulate how a training scales on a machine.
 
@@ -336,7 +326,7 @@ def simulate(
         ranks=ranks,
         mode=mode,
         machine=machine_file.read(machine).with_threads(configured_search.configured_threads(config)),
-        factors={"bandwidth": bandwidth, "latency": latency, "compute": compute},
+        factors=factors,
         options=SimulationOptions(progress=ProgressMode(config.progress), slow=slow_factors, jitter=jitter, seed=seed),
         image=image,
         classes=classes,
@@ -367,58 +357,50 @@ def _configs(file: Path, overrides: tuple[str, ...], averagers: tuple[str, ...])
     return configs
 
 
-_RANKS = click.option(
-    "--ranks", type=click.IntRange(min=1), help="Number of ranks of the job; default: that of the configured grid."
-)
-_PER_NODE = click.option(
-    "--ranks-per-node", type=click.IntRange(min=1), help="Number of ranks per node; default: all ranks are on one node."
-)
-_MACHINE = click.option(
-    "--machine",
-    type=FilePath(),
-    metavar="FILE|NAME",
-    help="Machine model for choices that are `auto` and for advice on the number of ranks: a file written by `hpctrain "
-    "calibrate`, or the name of an installed one.",
-)
-_JSON = click.option(
-    "--json",
-    "as_json",
-    is_flag=True,
-    help="Print everything as JSON, with sizes as integers. Equal ranks are listed once, as in 0-7 or 0-8184:8 (every 8th).",
-)
-_ALPHA = click.option(
-    "--alpha",
-    "alpha_seconds",
-    type=Seconds(min=0),
-    default=20e-6,
-    show_default=True,
-    help="Assumed latency of a message, in seconds; a run measures it.",
-)
-_BETA = click.option(
-    "--beta",
-    "beta_seconds_per_byte",
-    type=Seconds(min=0),
-    default=0.8e-9,
-    show_default=True,
-    help="Assumed time per byte, in seconds (the default is a link of 10 Gb/s); a run measures it.",
+_JOB_AND_LINK = options(
+    FILE,
+    OVERRIDES,
+    click.option("--ranks", type=click.IntRange(min=1), help="Number of ranks of the job; default: that of the configured grid."),
+    IMAGE,
+    CLASSES,
+    click.option(
+        "--alpha",
+        "alpha_seconds",
+        type=Seconds(min=0),
+        default=20e-6,
+        show_default=True,
+        help="Assumed latency of a message, in seconds; a run measures it.",
+    ),
+    click.option(
+        "--beta",
+        "beta_seconds_per_byte",
+        type=Seconds(min=0),
+        default=0.8e-9,
+        show_default=True,
+        help="Assumed time per byte, in seconds (the default is a link of 10 Gb/s); a run measures it.",
+    ),
+    click.option(
+        "--ranks-per-node", type=click.IntRange(min=1), help="Number of ranks per node; default: all ranks are on one node."
+    ),
+    click.option(
+        "--machine",
+        type=FilePath(),
+        metavar="FILE|NAME",
+        help="Machine model for choices that are `auto` and for advice on the number of ranks: a file written by `hpctrain "
+        "calibrate`, or the name of an installed one.",
+    ),
+    click.option(
+        "--json",
+        "as_json",
+        is_flag=True,
+        help="Print everything as JSON, with sizes as integers. Equal ranks are listed once, as in 0-7 or 0-8184:8 (every 8th).",
+    ),
 )
 
 
-class PlanGroup(Commands):
-    """Group in which `plan --schedule FILE` is short for `plan schedule FILE`."""
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        if "--schedule" in args:
-            args = ["schedule", *(arg for arg in args if arg != "--schedule")]
-        return super().parse_args(ctx, args)
-
-
-@click.group(cls=PlanGroup)
+@click.group(cls=Commands)
 def plan() -> None:
-    """Show how a grid of ranks will run a configuration.
-
-    The command `plan --schedule FILE` is short for `plan schedule FILE`.
-    """
+    """Show how a grid of ranks will run a configuration."""
 
 
 plan.add_command(search)
@@ -426,16 +408,7 @@ plan.add_command(simulate)
 
 
 @plan.command()
-@FILE
-@OVERRIDES
-@_RANKS
-@IMAGE
-@CLASSES
-@_ALPHA
-@_BETA
-@_PER_NODE
-@_MACHINE
-@_JSON
+@_JOB_AND_LINK
 def show(
     file: Path,
     overrides: tuple[str, ...],
@@ -455,11 +428,12 @@ def show(
     """
     task = _task(file, overrides, ranks, image, classes, machine)
     from hpctrain.cli import plan_tables
+    from hpctrain.comm.link import LinkModel
     from hpctrain.planner import planned_run
 
     groups = planned_run.equal_split_groups(task)
     report = planned_run.description(task, [of_class[0] for of_class in groups])
-    averaged = planned_run.group_schedules(task, _link(alpha_seconds, beta_seconds_per_byte), ranks_per_node)
+    averaged = planned_run.group_schedules(task, LinkModel(alpha_seconds, beta_seconds_per_byte), ranks_per_node)
     pinned = planned_run.pinned_memory(task, averaged)
     if as_json:
         for line in plan_tables.json_lines(plan_tables.as_dict(task, report, groups, averaged, ranks_per_node, pinned)):
@@ -476,28 +450,8 @@ def show(
 
 
 @plan.command()
-@FILE
-@OVERRIDES
-@_RANKS
-@IMAGE
-@CLASSES
-@_ALPHA
-@_BETA
-@_PER_NODE
-@_MACHINE
-@_JSON
-def schedule(
-    file: Path,
-    overrides: tuple[str, ...],
-    ranks: int | None,
-    image: tuple[int, int, int] | None,
-    classes: int | None,
-    alpha_seconds: float,
-    beta_seconds_per_byte: float,
-    ranks_per_node: int | None,
-    machine: str | None,
-    as_json: bool,
-) -> None:
+@_JOB_AND_LINK
+def schedule(alpha_seconds: float, beta_seconds_per_byte: float, ranks_per_node: int | None, as_json: bool, **job: Any) -> None:
     """Show the averager's schedule for the first steps.
 
     Prints slices, owners, order, window and hash for each group of parameters.
@@ -505,11 +459,12 @@ def schedule(
     A run measures alpha and beta, and reorders some operations by measured times; its directory contains the final schedule. The
     sizes of slices do not depend on measurements unless averager.sizes is "measured".
     """
-    task = _task(file, overrides, ranks, image, classes, machine)
+    task = _task(**job)
     from hpctrain.cli import plan_tables
+    from hpctrain.comm.link import LinkModel
     from hpctrain.planner import planned_run
 
-    link = _link(alpha_seconds, beta_seconds_per_byte)
+    link = LinkModel(alpha_seconds, beta_seconds_per_byte)
     averaged = planned_run.group_schedules(task, link, ranks_per_node)
     if as_json:
         if task.assumption:
@@ -538,9 +493,3 @@ def _task(
 
         config = resolved(config, ranks, machine, image, classes)
     return prepare(config, ranks, image, classes)
-
-
-def _link(alpha_seconds: float, beta_seconds_per_byte: float) -> LinkModel:
-    from hpctrain.comm.link import LinkModel
-
-    return LinkModel(alpha_seconds, beta_seconds_per_byte)

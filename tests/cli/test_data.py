@@ -54,19 +54,6 @@ def test_info_shows_sizes_statistics_and_classes(data_file):
     assert "2  cow: 3" in output
 
 
-def test_verify_tells_good_from_changed(data_file):
-    assert "6 images, all checksums agree" in run("verify", data_file)
-    content = data_file.read_bytes()
-    offset = content.index(np.asarray(ImageFile.open(data_file).images[0]).tobytes())
-    data_file.write_bytes(content[:offset] + bytes([content[offset] ^ 1]) + content[offset + 1 :])
-    run("verify", data_file, fails_with="images changed")
-
-
-@pytest.mark.parametrize("command", ["info", "verify"])
-def test_a_missing_file_is_a_user_error(tmp_path, command):
-    run(command, tmp_path / "none.h5", fails_with="There is no data file")
-
-
 def test_convert_folder_lists_what_it_skips(tmp_path):
     for name in ("ant", "bee"):
         (tmp_path / "tree" / name).mkdir(parents=True)
@@ -114,7 +101,6 @@ def test_kept_picture_files_are_the_images_that_pixels_would_be(tmp_path, fit, c
     sources = sorted((tmp_path / "tree").rglob("*.*"))
     assert [files.pixels.stored(number) for number in range(len(files))] == [path.read_bytes() for path in sources]
     assert f"stored   as picture files, {size_text(files.stored_bytes)}" in run("info", tmp_path / "files.h5")
-    run("verify", tmp_path / "files.h5")
     run("check", tmp_path / "files.h5")
 
 

@@ -76,8 +76,8 @@ def test_without_data_the_models_own_images_and_classes_are_taken_and_said(tmp_p
     assert "".join(words.split()) in "".join(result.output.split())  # lines are folded
     found = shown(*arguments)
     assert (found["image"], found["entries"][-1]["shape"]) == ([28, 28, 1], [4, 10])
-    assert words in run("--schedule", *arguments).output
-    listed = run("--schedule", *arguments, "--json")
+    assert words in run("schedule", *arguments).output
+    listed = run("schedule", *arguments, "--json")
     assert words in listed.stderr
     assert json.loads(listed.stdout)
     assert shown(*arguments, "--image", "16", "16", "1", "--classes", "7")["assumption"] is None
@@ -87,7 +87,7 @@ def test_without_data_the_models_own_images_and_classes_are_taken_and_said(tmp_p
 
 @pytest.mark.parametrize("averager", ["blocking", "overlap", "bucketed", "lazy", "priority"])
 def test_every_strategy_has_a_plan(averager: str) -> None:
-    result = run("--schedule", VGG, f"averager={averager}", "--ranks", "4", *IMAGENET)
+    result = run("schedule", VGG, f"averager={averager}", "--ranks", "4", *IMAGENET)
     assert result.exit_code == 0, result.output
     assert "138,357,544 elements" in result.output
     if averager == "blocking":

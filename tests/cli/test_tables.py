@@ -198,9 +198,8 @@ def test_json_has_every_class_of_ranks_in_integers() -> None:
     assert set(groups) == {("all", (0, 1, 2)), ("model", (0,)), ("model", (1, 2))}
 
 
-@pytest.mark.parametrize("form", [("schedule",), ("--schedule",)])
-def test_the_schedule_of_every_group_is_printed(form: tuple[str, ...]) -> None:
-    result = run(*form, VGG, "grid.rows=2", "grid.cols=3", "batch=64", *MIXED, *IMAGENET)
+def test_the_schedule_of_every_group_is_printed() -> None:
+    result = run("schedule", VGG, "grid.rows=2", "grid.cols=3", "batch=64", *MIXED, *IMAGENET)
     assert result.exit_code == 0, result.output
     lines = result.output.splitlines()
     assert "group all, r = 0, 1: 14,714,688 elements, 6 ranks" in lines
@@ -210,7 +209,7 @@ def test_the_schedule_of_every_group_is_printed(form: tuple[str, ...]) -> None:
 
 
 def test_the_schedules_json_has_the_same_hash() -> None:
-    arguments = ("--schedule", VGG, "--ranks", "5", *IMAGENET)
+    arguments = ("schedule", VGG, "--ranks", "5", *IMAGENET)
     (group,) = json.loads(run(*arguments, "--json").output)
     assert f"hash {group['hash']}" in run(*arguments).output.splitlines()
     assert group["schedule"]["ranks"] == group["ranks"] == 5
@@ -219,7 +218,7 @@ def test_the_schedules_json_has_the_same_hash() -> None:
 def test_owners_are_ranks_in_their_own_order_on_nodes_of_several() -> None:
     averager = "averager={name: sharded, bucket_bytes: 40, fc_exchange: never}"
     small = ("model={name: small, channels: [3, 4], hidden: 9}", "--image", "9", "8", "1", "--classes", "10")
-    arguments = ("--schedule", VGG, averager, *small, "--ranks", "4")
+    arguments = ("schedule", VGG, averager, *small, "--ranks", "4")
     last = run(*arguments).output.rstrip().splitlines()[-1]  # the last layer's bias
     assert last.endswith("  3 of 0-1; 2 of 2-3")
     nodes = ("--ranks-per-node", "2")

@@ -471,7 +471,7 @@ def test_commands_in_the_text_exist(page: str, monkeypatch: pytest.MonkeyPatch) 
             assert inner is not None or word.startswith("-") or word == "...", f"{page}: `{' '.join(words)}`"
             command = inner or command
         options = {option for each in (command, *_below(command)) for parameter in each.params for option in parameter.opts}
-        options |= {"--help", "--version", "--schedule"}
+        options |= {"--help", "--version"}
         for word in words:
             assert not word.startswith("--") or word in options, f"{page}: `{' '.join(words)}`"
 
