@@ -9,9 +9,9 @@ from statistics import median
 
 import numpy as np
 
+from hpctrain.assembly.grid import model_options
+from hpctrain.assembly.images import make_pipeline, open_images
 from hpctrain.bench.engine_step import EngineStep, workload
-from hpctrain.config.grid import model_options
-from hpctrain.config.images import make_pipeline, open_images
 from hpctrain.config.schema import AugmentConfig, Config
 from hpctrain.core.text import counted
 from hpctrain.data.image_file import DataFacts, ImageFile

@@ -19,8 +19,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from hpctrain.assembly.checks import check_names, refusal
 from hpctrain.bench.interleaved import machine_facts
-from hpctrain.config.checks import check_names, refusal
 from hpctrain.config.load import load
 from hpctrain.config.schema import Config
 from hpctrain.core.errors import ConfigError, HpctrainError, LaunchError

@@ -147,9 +147,9 @@ def data(
 
     config, source = load_config(file, overrides)
     plan = set_threads(detect(os.environ), None if config.threads == "auto" else config.threads)  # before NumPy is imported
+    from hpctrain.assembly.checks import check_names
     from hpctrain.bench.data import measure
     from hpctrain.bench.interleaved import machine_facts
-    from hpctrain.config.checks import check_names
     from hpctrain.storage.atomic_write import write_json
 
     check_names(config, source)

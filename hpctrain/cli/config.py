@@ -34,9 +34,9 @@ def show(file: Path, overrides: tuple[str, ...]) -> None:
     Prints FILE with OVERRIDES such as optimizer.lr=0.2 and the defaults of all keys and options, as YAML: a configuration that
     starts the same run. Options of the model that follow from the data, such as the number of classes, are left out.
     """
-    from hpctrain.config.checks import check_names
+    from hpctrain.assembly.checks import check_names
+    from hpctrain.assembly.options import filled
     from hpctrain.config.load import dump
-    from hpctrain.config.options import filled
 
     loaded, source = load_config(file, overrides)
     check_names(loaded, source)
@@ -55,8 +55,8 @@ def check(file: Path, overrides: tuple[str, ...]) -> None:
     init.weights fit. It prints what it has not checked. If the configuration needs a GPU, or a processor that multiplies
     bfloat16, and this machine lacks it, the command only warns: the training may run on another machine.
     """
-    from hpctrain.config.checks import check_names
-    from hpctrain.config.images import check_files, data_line, single_values_of
+    from hpctrain.assembly.checks import check_names
+    from hpctrain.assembly.images import check_files, data_line, single_values_of
     from hpctrain.config.schema import SYNTHETIC
     from hpctrain.storage.weights_file import SAFETENSORS
 
@@ -142,12 +142,12 @@ def schema() -> None:
 
     Editors use it to complete and check configurations. It contains every key, and every name with its options.
     """
-    from hpctrain.config.options import json_schema
+    from hpctrain.assembly.options import json_schema
 
     echo_block(json.dumps(json_schema(), indent=2))
 
 
-# The same kinds as in `config/options.py`, which imports NumPy; a test compares both.
+# The same kinds as in `assembly/options.py`, which imports NumPy; a test compares both.
 KINDS = ("models", "optimizers", "averagers", "schedules", "augmentations", "reporters")
 _JSON = click.option("--json", "as_json", is_flag=True, help="Print names with their options, types and defaults as JSON.")
 _MOST_COLUMNS = 100
@@ -193,7 +193,7 @@ def models(as_json: bool) -> None:
 
 
 def _print_sizes() -> None:
-    from hpctrain.config.options import choices
+    from hpctrain.assembly.options import choices
     from hpctrain.core.console import output_console, plain_table
     from hpctrain.models.sizes import size_of_model
 
@@ -211,7 +211,7 @@ def _table(kind: str) -> str:
 
     For models, the rows are the families.
     """
-    from hpctrain.config.options import choices, registry
+    from hpctrain.assembly.options import choices, registry
 
     offers = [(offer.name, f"Of the package {offer.package}: {offer.reference}.") for offer in registry(kind).offers()]
     known = (choice for choice in choices(kind) if choice.family == choice.name)
@@ -231,7 +231,7 @@ def _size(name: str) -> dict[str, object]:
 
 
 def _as_json(kind: str) -> str:
-    from hpctrain.config.options import choices, registry
+    from hpctrain.assembly.options import choices, registry
 
     content: dict[str, object] = {
         choice.name: {

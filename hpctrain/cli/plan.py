@@ -197,7 +197,7 @@ def search(
     """
     if write is not None and write.exists() and file.exists() and write.samefile(file):
         raise ConfigError(f"--write {write} would overwrite the configuration and lose its comments; give another file name.")
-    from hpctrain.config.checks import check_names
+    from hpctrain.assembly.checks import check_names
 
     config, source = load_config(file, overrides)
     check_names(config, source)
@@ -347,7 +347,7 @@ def simulate(
 
 def _configs(file: Path, overrides: tuple[str, ...], averagers: tuple[str, ...]) -> dict[str, Config]:
     """Return the configuration with each averager, by the averager's label."""
-    from hpctrain.config.checks import check_names
+    from hpctrain.assembly.checks import check_names
 
     configs = {}
     for averager in averagers or ("",):
@@ -483,7 +483,7 @@ def _task(
     classes: int | None,
     machine: str | None,
 ) -> PlannedRun:
-    from hpctrain.config.checks import check_names
+    from hpctrain.assembly.checks import check_names
     from hpctrain.planner.planned_run import prepare
 
     config, source = load_config(file, overrides)

@@ -106,8 +106,8 @@ def submit(
     OVERRIDES such as optimizer.lr=0.2 override keys of the file. The script is written to jobs/ in the output directory, next to
     its log. Running the same command again resumes the newest run of that name from its newest checkpoint.
     """
-    from hpctrain.config.checks import check_names
-    from hpctrain.config.images import check_files
+    from hpctrain.assembly.checks import check_names
+    from hpctrain.assembly.images import check_files
     from hpctrain.config.schema import SYNTHETIC
     from hpctrain.runs.directory import latest
     from hpctrain.runs.owner import living_owner

@@ -6,7 +6,7 @@ keywords of the constructor; the registry checks them, not this module.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
@@ -32,8 +32,7 @@ from hpctrain.config.values import (
     switch,
 )
 
-if TYPE_CHECKING:
-    from hpctrain.data.image_file import Split
+Split = Literal["train", "validation", "test"]
 
 MOST_PIXELS = 65_536
 MOST_SAMPLES = 100_000_000  # a rank keeps two numbers per sample in memory

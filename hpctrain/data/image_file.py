@@ -37,7 +37,7 @@ from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import h5py
 import numpy as np
@@ -696,7 +696,6 @@ class ImageForm:
         return cls((height, width, channels), file.fit or "crop", file.value_range if high - low >= _FEWEST_VALUES else None)
 
 
-Split = Literal["train", "validation", "test"]
 _WINDOWS = 1 << 20  # number of places in the pool where an image may begin
 _STRIPES = 8  # number of stripes of constant brightness, wider than the shifts of augmentations
 _BLOCK_BYTES = 1 << 18  # size of the images that are generated at a time
@@ -712,7 +711,7 @@ class SyntheticImages:
         shape: (H, W, C).
     """
 
-    def __init__(self, split: Split, labels: np.ndarray, shape: tuple[int, int, int], classes: int) -> None:
+    def __init__(self, split: str, labels: np.ndarray, shape: tuple[int, int, int], classes: int) -> None:
         self.shape: tuple[int, ...] = (len(labels), *shape)
         self._labels = labels
         self._begins = (words(key("synthetic windows", split), np.arange(len(labels)), range(1))[:, 0] % _WINDOWS).astype(
@@ -759,7 +758,7 @@ class SyntheticImages:
         np.add(self._pixels(sample)[rows, columns], stripes[:, None, None], out=out)
 
 
-def synthetic_file(split: Split, samples: int, shape: tuple[int, int, int], classes: int) -> ImageFile:
+def synthetic_file(split: str, samples: int, shape: tuple[int, int, int], classes: int) -> ImageFile:
     """Return synthetic images in the form of an open data file, without reading a file.
 
     Args:

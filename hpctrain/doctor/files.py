@@ -167,8 +167,8 @@ def gather_same(place: JoinedPlace) -> tuple[str, int]:
     config, world = place.own.config, place.world
     if config is None:
         return "", 0
+    from hpctrain.assembly.images import check_files, configured_splits
     from hpctrain.comm.base import compare, raise_on_all_ranks
-    from hpctrain.config.images import check_files, configured_splits
     from hpctrain.run.build import read_weights
     from hpctrain.run.images import open_alike
 

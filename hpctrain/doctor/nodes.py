@@ -15,10 +15,10 @@ from pathlib import Path
 
 import numpy as np
 
+from hpctrain.assembly.grid import columns
 from hpctrain.backend.onednn.kernel_set import available
 from hpctrain.comm.device_probe import AWARE, GTL_WORDS, UNAWARE, UNTRIED, trial
 from hpctrain.comm.link import Offset, measure_offset
-from hpctrain.config.grid import columns
 from hpctrain.config.schema import Config
 from hpctrain.core.errors import ConfigError, HpctrainError
 from hpctrain.core.text import counted, size_text, spans

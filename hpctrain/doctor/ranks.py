@@ -16,8 +16,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from hpctrain.assembly.grid import check_batch, columns, describe, parallel_plan
 from hpctrain.comm.groups import check_grid
-from hpctrain.config.grid import check_batch, columns, describe, parallel_plan
 from hpctrain.core.errors import HpctrainError
 from hpctrain.core.text import counted
 from hpctrain.doctor.check import Check, DoctorFinding, FindingKind, JobView, OwnPlace, Severity, capital, fine

@@ -193,7 +193,7 @@ class DoctorRank:
 def _with_names_checked(configuration: _Read) -> _Read:
     """Return the configuration, or an error if one of its names or options is invalid."""
     if isinstance(configuration, tuple):
-        from hpctrain.config.checks import check_names
+        from hpctrain.assembly.checks import check_names
 
         try:
             check_names(*configuration)

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from hpctrain.assembly import grid
 from hpctrain.backend.choice import Backend
-from hpctrain.config import grid
 from hpctrain.config.load import flow
 from hpctrain.config.schema import Config
 from hpctrain.config.values import OPEN_SECTIONS

@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from hpctrain.assembly.options import named, names
 from hpctrain.comm.base import Communicator, Subject, compare
-from hpctrain.config.options import named, names
 from hpctrain.config.resume_rules import flat
 from hpctrain.config.schema import Config
 from hpctrain.core import user_code

@@ -14,12 +14,12 @@ from functools import partial
 from itertools import groupby
 from typing import TypeVar
 
+from hpctrain.assembly.grid import check_batch, columns
 from hpctrain.backend.choice import Backend, NodePlace, make_backend
 from hpctrain.comm.base import Communicator, SingleCommunicator, raise_on_all_ranks
 from hpctrain.comm.groups import ProcessGrid, check_grid
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.comm.waiting import MORE_RANKS_THAN_CORES, WaitPolicy, guard
-from hpctrain.config.grid import check_batch, columns
 from hpctrain.config.schema import Config
 from hpctrain.core import log
 from hpctrain.core.errors import LaunchError, ShapeError

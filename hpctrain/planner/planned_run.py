@@ -13,6 +13,9 @@ from pathlib import Path
 
 import numpy as np
 
+from hpctrain.assembly import grid
+from hpctrain.assembly.grid import model_options
+from hpctrain.assembly.images import Images, evaluation_images, of_largest, open_images, training_images
 from hpctrain.averaging.averagers import AVERAGERS, make_strategy
 from hpctrain.backend import specs as dtypes
 from hpctrain.backend.choice import Backend, make_backend
@@ -21,9 +24,6 @@ from hpctrain.backend.operators import KernelSet, PixelInput
 from hpctrain.backend.specs import item_bytes, parameter_dtype
 from hpctrain.comm.groups import check_grid
 from hpctrain.comm.link import LinkModel
-from hpctrain.config import grid
-from hpctrain.config.grid import model_options
-from hpctrain.config.images import Images, evaluation_images, of_largest, open_images, training_images
 from hpctrain.config.schema import SYNTHETIC, Config
 from hpctrain.core.errors import ConfigError, ShapeError
 from hpctrain.data.pipeline import Pipeline, leaves_resize

@@ -165,8 +165,8 @@ class RankProcess:
     def _checked(self, config: Config, source: Source) -> tuple[Config, ThreadPlan]:
         """Set the threads; return them with the checked configuration, all defaults filled in."""
         threads = set_threads(self.launcher, None if config.threads == "auto" else config.threads, measures=True)
-        from hpctrain.config.checks import check_names
-        from hpctrain.config.options import filled
+        from hpctrain.assembly.checks import check_names
+        from hpctrain.assembly.options import filled
 
         check_names(config, source)
         if self.rank() == 0 and any(reporter.name == "tensorboard" for reporter in config.metrics.all_reporters):

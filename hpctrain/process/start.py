@@ -120,7 +120,7 @@ def load_config(file: Path, overrides: tuple[str, ...]) -> tuple[Config, Source]
 
 
 def _refusal(path: KeyPath, name: str) -> str | None:
-    from hpctrain.config.checks import refusal
+    from hpctrain.assembly.checks import refusal
 
     return refusal(path, name)
 

@@ -17,7 +17,7 @@ import numpy as np
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
-from hpctrain.config.checks import make_schedule
+from hpctrain.assembly.checks import make_schedule
 from hpctrain.core.errors import DataError, HpctrainError
 from hpctrain.report.figures import Drawing, layer_drawing, panel_drawing, read_steps, svg, timeline_drawing
 from hpctrain.run.evaluation import JudgedImage, Judgement

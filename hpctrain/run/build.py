@@ -16,13 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from hpctrain.averaging.averagers import make_strategy
-from hpctrain.backend.choice import Backend
-from hpctrain.comm.base import Communicator, Subject, compare, raise_on_all_ranks
-from hpctrain.comm.transports import Transport
-from hpctrain.config.checks import check_device, make_schedule
-from hpctrain.config.grid import model_options, parallel_plan
-from hpctrain.config.images import (
+from hpctrain.assembly.checks import check_device, make_schedule
+from hpctrain.assembly.grid import model_options, parallel_plan
+from hpctrain.assembly.images import (
     CHECKPOINT,
     check_image_shapes,
     check_shapes,
@@ -32,10 +28,14 @@ from hpctrain.config.images import (
     single_values,
     training_images,
 )
-from hpctrain.config.schema import Config
+from hpctrain.averaging.averagers import make_strategy
+from hpctrain.backend.choice import Backend
+from hpctrain.comm.base import Communicator, Subject, compare, raise_on_all_ranks
+from hpctrain.comm.transports import Transport
+from hpctrain.config.schema import Config, Split
 from hpctrain.core.errors import CheckpointError, DataError, DivergedError
 from hpctrain.core.text import counted
-from hpctrain.data.image_file import DataFacts, ImageFile, Split, differences
+from hpctrain.data.image_file import DataFacts, ImageFile, differences
 from hpctrain.data.loader import Loader
 from hpctrain.data.pipeline import ImageSizes
 from hpctrain.job.automatic_choice import Resolved

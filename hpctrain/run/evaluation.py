@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hpctrain.comm.base import Subject, compare, raise_on_all_ranks
-from hpctrain.config.images import (
+from hpctrain.assembly.images import (
     CHECKPOINT,
     EVALUATION_IMAGES,
     WARNING,
@@ -27,10 +26,11 @@ from hpctrain.config.images import (
     pictures,
     training_shape,
 )
-from hpctrain.config.schema import Config
+from hpctrain.comm.base import Subject, compare, raise_on_all_ranks
+from hpctrain.config.schema import Config, Split
 from hpctrain.core import log
 from hpctrain.core.errors import CheckpointError, ConfigError
-from hpctrain.data.image_file import DataFacts, ImageForm, Split, described, differences
+from hpctrain.data.image_file import DataFacts, ImageForm, described, differences
 from hpctrain.data.loader import Loader
 from hpctrain.job.session import Session
 from hpctrain.run.build import build_replica

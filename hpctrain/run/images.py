@@ -11,14 +11,14 @@ from collections.abc import Collection, Sequence
 
 import numpy as np
 
+from hpctrain.assembly.images import Images, open_images
 from hpctrain.backend.operators import KernelSet, PixelInput
 from hpctrain.comm.base import Communicator, Subject, compare, raise_on_all_ranks
 from hpctrain.comm.waiting import guard
-from hpctrain.config.images import Images, open_images
-from hpctrain.config.schema import Config
+from hpctrain.config.schema import Config, Split
 from hpctrain.core.errors import ConfigError
 from hpctrain.core.text import spans
-from hpctrain.data.image_file import ImageFile, Split
+from hpctrain.data.image_file import ImageFile
 from hpctrain.data.loader import Loader, TileOfRank
 from hpctrain.data.pipeline import default_threads
 from hpctrain.data.readers import BlockReader, ReadPolicy, pauses_within

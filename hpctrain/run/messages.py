@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import os
 
+from hpctrain.assembly.checks import progress_fault, transport_fault
 from hpctrain.backend import choice
 from hpctrain.backend.arithmetic import Arithmetic
 from hpctrain.comm.base import Communicator
 from hpctrain.comm.progress import ProgressMode
 from hpctrain.comm.transports import Transport
-from hpctrain.config.checks import progress_fault, transport_fault
 from hpctrain.config.schema import Config
 from hpctrain.core.errors import BackendError, ConfigError
 from hpctrain.job.session import StartedRank

@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from hpctrain.config.grid import model_options
-from hpctrain.config.images import described_training, training_shape
+from hpctrain.assembly.grid import model_options
+from hpctrain.assembly.images import described_training, training_shape
+from hpctrain.assembly.options import named, names
 from hpctrain.config.load import parse
-from hpctrain.config.options import named, names
 from hpctrain.config.schema import Config
 from hpctrain.core.errors import CheckpointError, ConfigError
 from hpctrain.data.image_file import DataFacts

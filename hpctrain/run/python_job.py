@@ -17,11 +17,11 @@ from typing import Any, NoReturn
 import numpy as np
 from pydantic import ValidationError
 
+from hpctrain.assembly.images import WARNING, aligned, check_image_shapes, constant_metrics
 from hpctrain.averaging.averagers import make_strategy
 from hpctrain.averaging.base import PlannedGroup, Strategy
 from hpctrain.backend.choice import Backend, make_backend
 from hpctrain.comm.base import Communicator, Subject, compare, raise_on_all_ranks
-from hpctrain.config.images import WARNING, aligned, check_image_shapes, constant_metrics
 from hpctrain.config.schema import CacheConfig, NonFiniteConfig
 from hpctrain.core.errors import CheckpointError, ConfigError, DataError, DivergedError, ShapeError
 from hpctrain.core.files import path_of

@@ -19,13 +19,13 @@ from typing import Any, TypeVar
 
 import yaml
 
+from hpctrain.assembly.checks import make_schedule
+from hpctrain.assembly.grid import model_options
+from hpctrain.assembly.images import CHECKPOINT, validation_split
+from hpctrain.assembly.options import defaults, filled
 from hpctrain.comm.base import Communicator, Subject, compare, raise_on_all_ranks
 from hpctrain.config import resume_rules
-from hpctrain.config.checks import make_schedule
-from hpctrain.config.grid import model_options
-from hpctrain.config.images import CHECKPOINT, validation_split
 from hpctrain.config.load import dump, parse
-from hpctrain.config.options import defaults, filled
 from hpctrain.config.resume_rules import Change, changes, check, flat
 from hpctrain.config.schema import Config
 from hpctrain.core import user_code

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hpctrain.config.images import check_files, open_images, single_values_of, size_faults
+from hpctrain.assembly.images import check_files, open_images, single_values_of, size_faults
 from hpctrain.config.schema import SYNTHETIC, AugmentConfig, Config, DataConfig, ScheduleConfig, SizeConfig
 from hpctrain.config.values import SLURM
 from hpctrain.core.errors import ConfigError, HpctrainError

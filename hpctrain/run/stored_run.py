@@ -55,7 +55,7 @@ class StoredRun:
                 it.
         """
         config, source = parse(self.config, self.label, (*FRESH, *overrides), stored=True)
-        from hpctrain.config.options import named, names
+        from hpctrain.assembly.options import named, names
 
         for kind, name in named(config):
             if name not in names(kind):

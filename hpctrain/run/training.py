@@ -15,11 +15,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hpctrain.assembly.grid import describe, parallel_plan
+from hpctrain.assembly.images import WARNING, data_line
 from hpctrain.backend.specs import TensorSpec
 from hpctrain.comm.base import Communicator, raise_on_all_ranks
 from hpctrain.comm.progress import ProgressMode
-from hpctrain.config.grid import describe, parallel_plan
-from hpctrain.config.images import WARNING, data_line
 from hpctrain.config.load import dump
 from hpctrain.config.schema import Config
 from hpctrain.config.values import SLURM

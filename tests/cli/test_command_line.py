@@ -18,10 +18,10 @@ import pytest
 import yaml
 from click.testing import CliRunner
 
+from hpctrain.assembly import options
 from hpctrain.cli.arguments import OVERRIDES, FilePath, OutputFile, Seconds, complete_sites, examples, keys
 from hpctrain.cli.config import KINDS
 from hpctrain.cli.main import cli
-from hpctrain.config import options
 from hpctrain.config.load import known_paths, section_at
 from hpctrain.core.errors import ConfigError
 from hpctrain.core.yaml_source import dotted

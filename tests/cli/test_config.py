@@ -13,13 +13,13 @@ import pytest
 import yaml
 from click.testing import CliRunner, Result
 
+from hpctrain.assembly import grid
+from hpctrain.assembly.options import filled
 from hpctrain.backend import choice
 from hpctrain.backend.choice import NAMES, PRECISIONS
 from hpctrain.backend.graph import Graph
 from hpctrain.cli.main import cli
-from hpctrain.config import grid
 from hpctrain.config.load import load
-from hpctrain.config.options import filled
 from hpctrain.config.schema import Config
 from hpctrain.data.writer import write_data_file
 from hpctrain.models import catalogue

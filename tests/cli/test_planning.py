@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 
+from hpctrain.assembly.checks import check_names
 from hpctrain.cli.main import cli
 from hpctrain.cli.plan import Factor, RankSeries, SlowRank, slow_ranks
-from hpctrain.config.checks import check_names
 from hpctrain.config.load import load
 from hpctrain.core.errors import ConfigError
 from hpctrain.data.writer import write_data_file

@@ -11,7 +11,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpctrain.config.checks import check_names
+from hpctrain.assembly.checks import check_names
 from hpctrain.config.load import load, parse
 from hpctrain.config.schema import Config
 from hpctrain.core.errors import ConfigError

@@ -38,6 +38,7 @@ import yaml
 from click.testing import CliRunner
 from PIL import Image
 
+from hpctrain.assembly.checks import check_names
 from hpctrain.averaging.averagers import make_averager
 from hpctrain.averaging.base import AveragerSetup, PlannedGroup
 from hpctrain.averaging.group_sums import JointNorms
@@ -47,7 +48,6 @@ from hpctrain.cli import data as data_commands
 from hpctrain.cli.main import cli
 from hpctrain.comm.base import SingleCommunicator
 from hpctrain.comm.progress import ProgressEngine
-from hpctrain.config.checks import check_names
 from hpctrain.config.load import parse
 from hpctrain.data.fetch import CIFAR10, FASHION_MNIST
 from hpctrain.data.writer import write_data_file

@@ -13,11 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
+from hpctrain.assembly.checks import check_device, check_names, device_faults, exact_faults
+from hpctrain.assembly.options import FOLLOWING, KINDS, SECTIONS, Choice, choice, choices, defaults, filled, json_schema, names
 from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
 from hpctrain.cli.main import cli
-from hpctrain.config.checks import check_device, check_names, device_faults, exact_faults
 from hpctrain.config.load import dump, known_paths, load, parse
-from hpctrain.config.options import FOLLOWING, KINDS, SECTIONS, Choice, choice, choices, defaults, filled, json_schema, names
 from hpctrain.config.resume_rules import RULES, Change, When, changes, check, flat, rule_for
 from hpctrain.config.schema import Config
 from hpctrain.config.values import Named

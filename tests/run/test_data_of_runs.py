@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from hpctrain.assembly.images import evaluation_images, open_images, training_images
 from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
 from hpctrain.backend.operators import KernelSet, PixelInput
 from hpctrain.backend.pixels import PixelBatch
@@ -22,7 +23,6 @@ from hpctrain.comm import shared_memory
 from hpctrain.comm.base import SingleCommunicator
 from hpctrain.comm.groups import node_numbers
 from hpctrain.comm.shared_memory import SharedMemory
-from hpctrain.config.images import evaluation_images, open_images, training_images
 from hpctrain.config.load import parse
 from hpctrain.config.schema import CacheConfig
 from hpctrain.core.errors import ConfigError, DataError, HpctrainError

@@ -10,14 +10,14 @@ from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hpctrain.assembly import grid, images
+from hpctrain.assembly.checks import check_names
+from hpctrain.assembly.images import check_image_shapes, image_sizes, of_largest, single_values_of, size_faults
+from hpctrain.assembly.options import filled
 from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
 from hpctrain.cli.main import cli
 from hpctrain.comm.base import SingleCommunicator
-from hpctrain.config import grid, images
-from hpctrain.config.checks import check_names
-from hpctrain.config.images import check_image_shapes, image_sizes, of_largest, single_values_of, size_faults
 from hpctrain.config.load import load, parse
-from hpctrain.config.options import filled
 from hpctrain.config.schema import Config, ScheduleConfig
 from hpctrain.core.errors import ConfigError, DataError, ShapeError
 from hpctrain.data.loader import Share

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from hpctrain.assembly.grid import columns
+from hpctrain.assembly.options import filled
 from hpctrain.comm.groups import ProcessGrid
-from hpctrain.config.grid import columns
 from hpctrain.config.load import load
-from hpctrain.config.options import filled
 from hpctrain.core.errors import CollectiveMismatchError, CommunicationTimeoutError, DivergedError
 from hpctrain.data.loader import Batch
 from hpctrain.flight.autopsy import autopsy, records_in

@@ -15,6 +15,7 @@ from click.testing import CliRunner
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
+from hpctrain.assembly.grid import parallel_plan, splits_parameters
 from hpctrain.averaging import averagers
 from hpctrain.averaging.averagers import make_strategy
 from hpctrain.averaging.base import PlannedGroup, Strategy
@@ -27,7 +28,6 @@ from hpctrain.backend.choice import DEVICE_VARIABLE
 from hpctrain.cli.main import cli
 from hpctrain.comm.groups import ProcessGrid
 from hpctrain.comm.link import LinkModel
-from hpctrain.config.grid import parallel_plan, splits_parameters
 from hpctrain.config.load import load, parse
 from hpctrain.config.schema import Config
 from hpctrain.core.errors import CheckpointError, ConfigError, HpctrainError

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
+from hpctrain.assembly.checks import device_faults
 from hpctrain.backend import choice
 from hpctrain.backend.host_arithmetic import HostArithmetic
 from hpctrain.comm import device_probe
 from hpctrain.comm.device_probe import AWARE, UNAWARE, UNTRIED
-from hpctrain.config.checks import device_faults
 from hpctrain.config.schema import Config
 from hpctrain.core.errors import BackendError, ConfigError
 from hpctrain.launch.launcher import Launcher

@@ -13,6 +13,9 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+from hpctrain.assembly.checks import host_choice_fault, mixing_fault, transport_fault, wire_fault
+from hpctrain.assembly.grid import check_batch
+from hpctrain.assembly.images import check_image_shapes
 from hpctrain.averaging.averagers import make_strategy
 from hpctrain.averaging.base import PlannedGroup
 from hpctrain.backend.cuda.kernel_set import CudaKernelSet
@@ -22,9 +25,6 @@ from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
 from hpctrain.backend.operators import KernelSet
 from hpctrain.backend.specs import BatchNormSpec, TensorSpec, parameter_dtype
 from hpctrain.comm.groups import coordinates
-from hpctrain.config.checks import host_choice_fault, mixing_fault, transport_fault, wire_fault
-from hpctrain.config.grid import check_batch
-from hpctrain.config.images import check_image_shapes
 from hpctrain.config.schema import Config, MixingConfig
 from hpctrain.core.errors import HpctrainError
 from hpctrain.data.pipeline import ImageSizes

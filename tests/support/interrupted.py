@@ -18,11 +18,11 @@ from typing import cast
 
 import numpy as np
 
+from hpctrain.assembly.images import Images
 from hpctrain.backend.choice import Backend
 from hpctrain.comm.base import raise_on_all_ranks
 from hpctrain.comm.groups import ProcessGrid
 from hpctrain.comm.progress import ProgressEngine
-from hpctrain.config.images import Images
 from hpctrain.config.load import dump
 from hpctrain.config.schema import Config
 from hpctrain.data.image_file import DataFacts, ImageFile

@@ -15,9 +15,9 @@ from typing import Any
 import click
 from pydantic_core import PydanticUndefined
 
+from hpctrain.assembly.options import FOLLOWING, Choice, choices
 from hpctrain.cli.main import cli
 from hpctrain.config.load import known_paths, section_at, show
-from hpctrain.config.options import FOLLOWING, Choice, choices
 from hpctrain.core.yaml_source import KeyPath, dotted
 from hpctrain.doctor.job import CHECKS, JOB_KINDS
 from hpctrain.storage.atomic_write import write_text

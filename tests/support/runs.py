@@ -15,10 +15,10 @@ from typing import Any, TypeVar
 import numpy as np
 from PIL import Image
 
+from hpctrain.assembly.grid import columns
+from hpctrain.assembly.options import filled
 from hpctrain.comm.groups import ProcessGrid
-from hpctrain.config.grid import columns
 from hpctrain.config.load import load
-from hpctrain.config.options import filled
 from hpctrain.data.convert import folder
 from hpctrain.job.automatic_choice import Resolved
 from hpctrain.job.session import Session

@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 
+from hpctrain.assembly import grid
 from hpctrain.averaging.averagers import AVERAGERS
 from hpctrain.backend.graph import Graph
 from hpctrain.backend.operators import KernelSet
 from hpctrain.backend.specs import Conv2dSpec, LinearSpec
 from hpctrain.comm.groups import check_grid
 from hpctrain.comm.progress import ProgressMode
-from hpctrain.config import grid
 from hpctrain.config.schema import Config
 from hpctrain.core.errors import ConfigError
 from hpctrain.parallel.parallel_plan import ParallelPlan

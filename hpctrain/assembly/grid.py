@@ -2,7 +2,7 @@
 
 The configuration sets Pr and optionally Pc; `columns` returns Pc. `grid: auto` is replaced by a search (`run.automatic_search`)
 before the session starts. A grid is checked three times: with the file, where the plan's patterns must match layers of the model
-(`config.checks`); when the session starts, where Pr x Pc must be the number of ranks (`comm.groups.check_grid`); and when the
+(`assembly.checks`); when the session starts, where Pr x Pc must be the number of ranks (`comm.groups.check_grid`); and when the
 network is built, where each layer must be divisible (`GridDistribution.prepare`).
 """
 

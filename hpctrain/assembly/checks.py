@@ -12,14 +12,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from hpctrain.assembly import grid
+from hpctrain.assembly.images import chosen_metrics, size_faults
+from hpctrain.assembly.options import LISTS, choice, kind_of, registry
 from hpctrain.averaging.averagers import AVERAGERS, make_strategy
 from hpctrain.averaging.base import PlannedGroup
 from hpctrain.backend.choice import precision_fault
 from hpctrain.backend.operators import KernelSet
-from hpctrain.config import grid
-from hpctrain.config.images import chosen_metrics, size_faults
 from hpctrain.config.load import flow, nearest_key
-from hpctrain.config.options import LISTS, choice, kind_of, registry
 from hpctrain.config.schema import Config
 from hpctrain.config.values import Named
 from hpctrain.core.errors import ConfigError, HpctrainError, OptionError

@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from hpctrain.assembly.grid import model_graph, model_options, parallel_plan
 from hpctrain.backend.graph import Graph
-from hpctrain.config.grid import model_graph, model_options, parallel_plan
-from hpctrain.config.schema import SYNTHETIC, AugmentConfig, Config
+from hpctrain.config.schema import SYNTHETIC, AugmentConfig, Config, Split
 from hpctrain.core.errors import ConfigError, DataError, HpctrainError, ShapeError
 from hpctrain.core.text import counted
 from hpctrain.core.yaml_source import KeyPath
@@ -26,7 +26,6 @@ from hpctrain.data.image_file import (
     DataFacts,
     ImageFile,
     ImageForm,
-    Split,
     described,
     differences,
     synthetic_file,
