@@ -305,10 +305,6 @@ def test_a_side_that_no_image_has_is_reported_once(inputs, tmp_path, command, si
     run("convert", command, *good, tmp_path / "out.h5", "--size", size, fails_with=r"not in the range 1<=x<=32768")
 
 
-def test_a_directory_is_not_an_idx_file(tmp_path):
-    run("convert", "idx", tmp_path, tmp_path, tmp_path / "out.h5", fails_with="is a directory, not an IDX file;")
-
-
 @pytest.mark.job
 def test_the_command_line_loads_neither_numpy_nor_hdf5():
     code = "import sys, hpctrain.cli.data; print(sorted({'numpy', 'h5py', 'PIL', 'rich'} & sys.modules.keys()))"
@@ -367,9 +363,3 @@ def test_json_has_all_samples(path):
         ("duplicate across classes", [1, 4]),
         ("empty class", []),
     ]
-
-
-def test_a_missing_file_is_a_sentence(tmp_path):
-    result = CliRunner().invoke(data, ["check", str(tmp_path / "none.h5")])
-    assert result.exit_code == 2
-    assert "There is no data file" in result.stderr

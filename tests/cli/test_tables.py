@@ -12,13 +12,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from click.testing import CliRunner, Result
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
 from hpctrain.cli import plan_tables
-from hpctrain.cli.main import cli
 from hpctrain.cli.result_tables import (
     print_json,
     print_lines,
@@ -44,30 +42,10 @@ from hpctrain.process.start import load_config
 from hpctrain.run.evaluation import Evaluation, PredictedClass, PredictedPicture, Predictions
 from hpctrain.training.evaluation import ConfusionMatrix
 from hpctrain.training.metrics import RunningSums
+from tests.cli.test_planning import CONFIGS, IMAGENET, MIXED, RESNET, VGG, run, shown
 from tests.run.test_planned_runs import grid_task as task
 from tests.support import predictions
 from tests.support.sampling import amount
-
-CONFIGS = Path(__file__).parents[2] / "configs"
-
-VGG = str(CONFIGS / "imagenet-vgg16.yaml")
-
-RESNET = str(CONFIGS / "imagenet-resnet50.yaml")
-
-MIXED = ("plan.features.*=domain", "plan.classifier.*=model")
-
-IMAGENET = ("--image", "224", "224", "3", "--classes", "1000")
-
-
-def run(*arguments: str) -> Result:
-    return CliRunner().invoke(cli, ["plan", *arguments])
-
-
-def shown(*arguments: str) -> dict[str, Any]:
-    result = run("show", *arguments, "--json")
-    assert result.exit_code == 0, result.output
-    found: dict[str, Any] = json.loads(result.output)
-    return found
 
 
 @pytest.mark.slow

@@ -58,7 +58,7 @@ def _answer(error: BaseException | None, code: object, said: str) -> str:
 
 def _command(*words: str) -> str:
     result = CliRunner().invoke(cli, words)
-    return "accepted" if result.exit_code == 0 else _answer(result.exception, result.exit_code, result.stderr or result.output)
+    return "accepted" if result.exit_code == 0 else _answer(result.exception, result.exit_code, result.output)
 
 
 def _config(change: Change) -> str:
