@@ -36,9 +36,7 @@ class StageRate:
     """Rate of a stage with `threads` threads.
 
     Attributes:
-        stage: name of the stage.
         threads: number of threads.
-        images_per_second: rate by wall time.
         cpu_seconds: CPU time per image, summed over threads.
     """
 
@@ -57,9 +55,7 @@ class DataRates:
         shape: (H, W, C) of the stored images.
         decodes: whether reading includes decoding.
         stages: rates of all stages; a stage that always runs in one thread appears only once.
-        model: model whose training step is timed.
         needed: images per second that the step needs; None: no step was timed.
-        step_threads: number of threads of the step.
     """
 
     images: int
@@ -106,11 +102,6 @@ class DataRates:
 def measure(config: Config, threads: Sequence[int], step_threads: int, *, times_step: bool = True) -> DataRates:
     """Time the stages in turn for each number of threads, then a training step by itself.
 
-    Args:
-        threads: numbers of threads that make a batch.
-        step_threads: number of threads with which the process computes a step.
-        times_step: whether a step is timed.
-
     Raises:
         DataError: the data file cannot be opened, see `ImageFile.open`.
         ConfigError, ShapeError: augmentations or the model do not fit the images.
@@ -143,9 +134,7 @@ def _stages(
     """Return the timed work by (stage, threads); "prepare" is augmentation and normalisation together.
 
     Args:
-        pipelines: pipeline for each number of threads.
         plain: pipelines that only normalise.
-        images: number of images of a batch.
     """
     shape = next(iter(pipelines.values())).output_shape(*file.shape)
     sampler = Sampler(len(file), images, seed=config.seed, shuffle=True)

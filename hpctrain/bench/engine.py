@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass
 from typing import IO, Any
 
 import numpy as np
+from rich.table import Table
 
 from hpctrain.backend.cuda.device import Device
 from hpctrain.backend.cuda.kernel_set import CudaKernelSet
@@ -28,6 +29,7 @@ from hpctrain.backend.operators import KernelSet
 from hpctrain.backend.specs import item_bytes
 from hpctrain.bench.engine_step import EngineStep, LayerTime, Workload, fallbacks, gemm_peak, time_layers, timed
 from hpctrain.bench.interleaved import Rounds, SteppingError, interleave, ours, peer, with_threads
+from hpctrain.core.console import output_console, plain_table
 from hpctrain.core.text import counted, size_text
 from hpctrain.launch.control_groups import peak_resident_bytes
 
@@ -40,12 +42,10 @@ class PrimitiveTime:
     """One execution of a primitive.
 
     Attributes:
-        kind: kind of primitive, for example "convolution".
-        implementation: name of the implementation, for example "brgconv:avx512_core".
-        propagation: propagation kind, for example "forward_training".
-        memory: memory formats.
+        kind: for example "convolution".
+        implementation: for example "brgconv:avx512_core".
+        propagation: for example "forward_training".
         problem: shape in oneDNN's notation.
-        seconds: duration.
     """
 
     kind: str
@@ -188,13 +188,6 @@ class Measurement:
     Attributes:
         clock: clock of operator times, GFLOP/s and the peak: "cpu" with one thread, so that other load has little effect;
             otherwise "wall".
-        parameters: number of trained elements.
-        step_seconds: median wall time of a step.
-        cpu_seconds: median CPU time of a step.
-        images_per_second: rate by wall time.
-        gflops_per_second: rate of a step by `clock`.
-        peak_gflops: rate of a large matrix product by `clock`.
-        arena_bytes: bytes of the arena.
         peak_bytes: peak resident memory before profiling; on a GPU, all memory in use there.
         kernel_seconds: time of the library's kernels in a step, as the library reports it; None if it does not.
         reorder_seconds: time of all copies between layouts (of images, weights and gradients) in a step; None if unknown.
@@ -202,7 +195,6 @@ class Measurement:
         serial_seconds: time of a step that is not divided among threads (`serial_time`); None on other backends than onednn.
         own_operators: number of operators that the kernel set itself computes.
         fallbacks: layers whose operators fall back to NumPy, by reason.
-        layers: times of the operators.
     """
 
     model: str
@@ -271,7 +263,12 @@ def measure(task: Workload, backend: str, steps: int, threads: int, precision: s
     seconds, cpu_seconds = (float(np.median([turn[:2][i] for turn in turns])) for i in range(2))
     by_cpu = threads == 1 and device is None
     clock = time.process_time if by_cpu else time.perf_counter
-    layers = time_layers(step if device is None else _stepwise(step, precision), steps, clock)
+    stepwise = step
+    if device is not None:  # operator by operator, instead of whole passes at once
+        stepwise = EngineStep(task, step.backend, precision=precision, stepwise=True)
+        for _ in range(_WARM_UP):
+            stepwise.run()
+    layers = time_layers(stepwise, steps, clock)
     primitives = profile(step.run, steps) if step.backend == "onednn" else None
     kernel, reorder, count = _account(primitives)
     serial = serial_time(step.run, steps) if step.backend == "onednn" else None
@@ -301,14 +298,6 @@ def measure(task: Workload, backend: str, steps: int, threads: int, precision: s
         fallbacks=others,
         layers=layers,
     )
-
-
-def _stepwise(step: EngineStep, precision: str) -> EngineStep:
-    """Return the same workload, set to run operator by operator, after a warm-up."""
-    slow = EngineStep(step.task, step.backend, precision=precision, stepwise=True)
-    for _ in range(_WARM_UP):
-        slow.run()
-    return slow
 
 
 def _account(primitives: Sequence[Sequence[PrimitiveTime]] | None) -> tuple[float | None, float | None, int | None]:
@@ -363,13 +352,15 @@ def compare(
 
 def print_tables(measured: Measurement, compared: Mapping[str, Mapping[str, float]] | None) -> None:
     """Print a line of totals, the table of operators, and the comparison if there is one."""
-    from hpctrain.core.console import PlainConsole
-
-    console = PlainConsole(file=sys.stdout, width=None if sys.stdout.isatty() else 130)
-    console.print(_totals(measured), highlight=False)
+    console = output_console(130)
+    console.print(_totals(measured))
     console.print(layer_table(measured))
     if compared is not None:
-        console.print(_comparison_table(compared))
+        table = plain_table("variant", "ms per step", "speed of hpctrain relative to it", "peak MB")
+        for name, row in compared.items():
+            figures = (row["step_seconds"] * 1e3, row["times_as_fast"])
+            table.add_row(name, *(f"{figure:.2f}" for figure in figures), f"{row['peak_bytes'] / 1e6:.0f}")
+        console.print(table)
 
 
 def _totals(measured: Measurement) -> str:
@@ -408,10 +399,8 @@ def _fallback_lines(measured: Measurement) -> Sequence[str]:
     return (f"{measured.own_operators} operators run on {measured.backend}; in NumPy: {'; '.join(others)}",)
 
 
-def layer_table(measured: Measurement) -> Any:
+def layer_table(measured: Measurement) -> Table:
     """Return a table with one line per operator. Names are folded if the terminal is narrow, so nothing is cut off."""
-    from hpctrain.core.console import plain_table
-
     table = plain_table(gap=1, bold=True)
     table.show_header = True
     table.add_column("operator", overflow="fold", min_width=20)
@@ -434,12 +423,3 @@ def _milliseconds(seconds: float) -> str:
     value = seconds * 1e3
     decimals = next((3 - power for power in range(3) if value < 10 ** (power + 1)), 0)
     return f"{value:.{decimals}f}"
-
-
-def _comparison_table(compared: Mapping[str, Mapping[str, float]]) -> Any:
-    from hpctrain.core.console import plain_table
-
-    table = plain_table("variant", "ms per step", "speed of hpctrain relative to it", "peak MB")
-    for name, row in compared.items():
-        table.add_row(name, f"{row['step_seconds'] * 1e3:.2f}", f"{row['times_as_fast']:.2f}", f"{row['peak_bytes'] / 1e6:.0f}")
-    return table

@@ -74,9 +74,6 @@ class EngineStep:
         stepwise: whether to run operator by operator, so that operators can be timed, even if the kernel set would launch whole
             passes at once.
 
-    Attributes:
-        description: description of the backend.
-
     Raises:
         BackendError: the backend cannot be used on this machine.
         ShapeError: the images do not fit the model.
@@ -159,13 +156,7 @@ class LayerTime:
     """Median seconds of an operator's phases, and its floating-point operations.
 
     Attributes:
-        name: name of the operator.
-        kind: kind of operator.
-        forward_seconds: time of the forward pass.
         parameters_seconds: time of the gradients of parameters.
-        input_seconds: time of the input gradient.
-        forward_flops: number of floating-point operations of the forward pass.
-        flops: number of floating-point operations of all phases.
     """
 
     name: str

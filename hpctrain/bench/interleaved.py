@@ -16,7 +16,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -47,13 +47,9 @@ class Turn:
     """Measurement of one turn of a process.
 
     Attributes:
-        wall_seconds: wall time of all steps.
-        cpu_seconds: CPU time of all steps.
-        finite: whether all losses are finite.
         loss: mean loss of the last step.
         cpu_before_seconds: CPU clock of the process before the turn.
         cpu_after_seconds: CPU clock of the process after the turn.
-        peak_bytes: peak resident memory of the process.
     """
 
     wall_seconds: float
@@ -69,7 +65,6 @@ class Stepper:
     """Process that runs steps on request, until `close`. `environment` is complete; an answer takes at most `timeout_seconds`.
 
     Attributes:
-        facts: description that the process sent at its start.
         idle_cpu_seconds: CPU time that the process used between its turns.
 
     Raises:
@@ -152,12 +147,8 @@ class Series:
     """All turns of one variant, in rounds counted from 0.
 
     Attributes:
-        name: name of the variant.
         steps: number of steps of a turn.
-        facts: description that the process sent at its start.
-        turns: measurements, by round.
         failure: reason why the series stopped early; None without a failure.
-        first_seconds: time of the first step.
         idle_cpu_seconds: CPU time that the process used during turns of other variants.
         dropped: whether the variant was dropped because it is much slower than the fastest.
     """
@@ -190,7 +181,6 @@ class Rounds:
     """Number and length of rounds.
 
     Attributes:
-        rounds: number of rounds.
         steps: number of steps of each variant in a round.
         warm_up: number of steps before the first round.
         clock: clock by which variants are screened: "wall" or "cpu".
@@ -209,7 +199,6 @@ def interleave(
 
     Args:
         commands: (command, environment) of each variant, by name.
-        rounds: number and length of rounds.
         screened: names of variants among which only the fastest matters. Much slower variants are dropped after some rounds, and
             failures are recorded instead of raised.
 
@@ -247,20 +236,15 @@ def interleave(
     return series
 
 
-class _noted:
-    """Context manager that records a variant's failure in its series instead of raising it, if `forgiven`."""
-
-    def __init__(self, series: Series, forgiven: bool) -> None:
-        self._series, self._forgiven = series, forgiven
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
-        if isinstance(error, SteppingError) and self._forgiven:
-            self._series.failure = str(error)
-            return True
-        return False
+@contextlib.contextmanager
+def _noted(series: Series, forgiven: bool) -> Iterator[None]:
+    """Record a variant's failure in its series instead of raising it, if `forgiven`."""
+    try:
+        yield
+    except SteppingError as error:
+        if not forgiven:
+            raise
+        series.failure = str(error)
 
 
 def ours(settings: Mapping[str, Any]) -> list[str]:

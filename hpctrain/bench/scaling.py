@@ -42,13 +42,8 @@ class ScalingStudy:
     """Jobs of a scaling study.
 
     Attributes:
-        file: configuration file.
-        overrides: command-line overrides of the configuration.
         mode: "weak" or "strong"; if weak, the configured batch is the batch of each rank.
-        steps: number of steps of each job.
         launcher: command that contains "{ranks}"; None: mpiexec.
-        threads: number of threads of a rank; None: chosen automatically.
-        timeout_seconds: time limit of a job.
     """
 
     file: Path
@@ -65,16 +60,11 @@ class Point:
     """Measurement with one number of ranks. Times are per step, and medians over steps unless stated otherwise.
 
     Attributes:
-        ranks: number of ranks.
-        threads: number of threads of a rank.
         batch: samples of a step over all ranks.
-        step_seconds: time of a step.
-        compute_only_seconds: time of a step without communication.
         communication_seconds: time of communication, mean over ranks.
         exposed_seconds: time of communication that no computation hides, mean over ranks.
         limit_seconds: lower limit of the time of a step: the larger of the time of the exchange and the time of computation and
             of the core's work for messages.
-        oversubscribed: whether ranks share cores.
         about: names and versions of the software, the model and the averager.
         efficiency: efficiency relative to the first point; None if ranks share cores.
         predicted_seconds: predicted time of a step, by which the run chose its plan; None if it chose none.
@@ -100,11 +90,6 @@ class Point:
 
 def run(task: ScalingStudy, ranks: Sequence[int], *, say: Callable[[str], None] = print) -> list[Point]:
     """Measure all points in the given order, each with two jobs.
-
-    Args:
-        task: the study.
-        ranks: numbers of ranks.
-        say: callback with a line of progress before each point.
 
     Raises:
         ConfigError: the configuration cannot be used.

@@ -106,7 +106,7 @@ def list_() -> None:
     """
     from hpctrain.config import examples
 
-    echo_block(_two_columns([(name, examples.purpose(name)) for name in examples.names()]))
+    echo_block(two_columns([(name, examples.purpose(name)) for name in examples.names()]))
 
 
 @config.command()
@@ -215,28 +215,24 @@ def _table(kind: str) -> str:
 
     offers = [(offer.name, f"Of the package {offer.package}: {offer.reference}.") for offer in registry(kind).offers()]
     known = (choice for choice in choices(kind) if choice.family == choice.name)
-    return _two_columns([*((choice.name, choice.sentence) for choice in known), *offers])
+    return two_columns([*((choice.name, choice.sentence) for choice in known), *offers])
 
 
-def _two_columns(rows: Sequence[tuple[str, str]]) -> str:
+def two_columns(rows: Sequence[tuple[str, str]]) -> str:
+    """Return names and their descriptions as text, as wide as the terminal."""
     formatter = click.HelpFormatter(width=min(shutil.get_terminal_size((80, 24)).columns, _MOST_COLUMNS))
     formatter.write_dl(rows, col_max=45)
     return formatter.getvalue()
 
 
-def _size(name: str) -> dict[str, object]:
-    from hpctrain.models.sizes import size_of_model
-
-    return asdict(size_of_model(name))
-
-
 def _as_json(kind: str) -> str:
     from hpctrain.assembly.options import choices, registry
+    from hpctrain.models.sizes import size_of_model
 
     content: dict[str, object] = {
         choice.name: {
             "sentence": choice.sentence,
-            **(_size(choice.name) if kind == "models" else {}),
+            **(asdict(size_of_model(choice.name)) if kind == "models" else {}),
             "settled": dict(choice.fixed),
             "options": {
                 option.name: {**option.schema, "description": option.meaning}

@@ -81,20 +81,13 @@ def _print_layers(console: Console, task: PlannedRun, report: PlanReport) -> Non
     """Print the layers, with the bytes sent in two columns if the width suffices, else in one."""
     for narrow in (False, True):
         table = _layers(task, report, narrow=narrow)
-        least = _least_width(console, table)
+        # Folding may produce lines that are wider than the minimum.
+        lines = Segment.split_lines(console.render(table))
+        rendered = max(sum(segment.cell_length for segment in line) for line in lines)
+        least = max(rendered, Measurement.get(console, console.options.update(max_width=_WIDEST), table).minimum)
         if least <= console.width:
             break
     console.print(table, width=max(console.width, least), crop=False, no_wrap=True)
-
-
-def _least_width(console: Console, table: Table) -> int:
-    """Return the number of columns that a table needs: the larger of its minimum width and its rendered width.
-
-    Folding may produce lines that are wider than the minimum.
-    """
-    lines = Segment.split_lines(console.render(table))
-    rendered = max(sum(segment.cell_length for segment in line) for line in lines)
-    return max(rendered, Measurement.get(console, console.options.update(max_width=_WIDEST), table).minimum)
 
 
 def _layers(task: PlannedRun, report: PlanReport, *, narrow: bool) -> Table:

@@ -173,11 +173,7 @@ _AT_ONCE = 16  # number of pictures printed together
 
 
 def print_lines(predictions: Predictions, *, visible: bool) -> list[Path]:
-    """Print a JSON object for each picture as soon as it is predicted; return the files without a prediction. Collective.
-
-    Args:
-        visible: whether this rank prints.
-    """
+    """Print a JSON object for each picture as soon as it is predicted; return the files without a prediction. Collective."""
     broken = []
     for picture in predictions.answers:
         if picture.error is not None:
@@ -199,9 +195,6 @@ def write_predictions(predictions: Predictions, *, path: Path, visible: bool) ->
 
     The file is written once all pictures are predicted. A row has the path of the picture, its classes by decreasing probability,
     and an error, which is empty for predicted pictures.
-
-    Args:
-        visible: whether this rank writes and prints.
     """
     text, broken, most = io.StringIO(newline=""), [], 1
     rows: list[tuple[str, list[str], str]] = []

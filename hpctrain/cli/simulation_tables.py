@@ -43,11 +43,6 @@ _WIDEST = 1000
 _SHARE_THAT_IS_ALL = 0.995
 
 
-def console() -> Console:
-    """Return a console as wide as the terminal, or with 100 columns if there is no terminal."""
-    return output_console(_COLUMNS, markup=True)
-
-
 def print_whole(out: Console, rows: Table) -> None:
     """Print a table in its full width. A narrow terminal breaks its lines, but no number is cut off."""
     width = Measurement.get(out, out.options.update(max_width=_WIDEST), rows).maximum
@@ -137,7 +132,7 @@ def print_scaling(study: SimulatedStudy, points: Sequence[SimulatedPoint]) -> No
     height, width, channels = task.job.image_shape
     weak = study.mode == "weak"
     batch = points[0].batch // points[0].ranks if weak else points[0].batch
-    out = console()
+    out = output_console(_COLUMNS, markup=True)
     out.print(
         f"Simulated: {task.config.model.name}, {study.mode} scaling, batch {batch} {'per rank' if weak else 'in all'}; "
         f"images {height} x {width} x {channels}, kernels {task.job.kernels.name}"
@@ -184,7 +179,7 @@ def print_search(outcome: PlannedSearch, best: int, command: str) -> None:
     """Print the best choices, and the command line that trains with the first one."""
     task, planned, choices = outcome.task, outcome.planned, outcome.result.choices[:best]
     height, width, channels = planned.job.image_shape
-    out = console()
+    out = output_console(_COLUMNS, markup=True)
     out.print(
         f"Simulated: {task.config.model.name} on {task.ranks:,} ranks, batch {task.config.batch}; images {height} x {width} x "
         f"{channels}, kernels {planned.job.kernels.name}"

@@ -5,21 +5,14 @@ A script is written to the output directory and handed to the site's scheduler.
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
 from hpctrain.cli.arguments import OVERRIDES, FilePath, complete_sites
+from hpctrain.cli.config import two_columns
 from hpctrain.core.text import counted, echo, echo_block
 from hpctrain.process.start import load_config
-
-if TYPE_CHECKING:
-    from hpctrain.site.profile import Site
-
-
-_MOST_COLUMNS = 100
 
 
 @click.command()
@@ -33,23 +26,17 @@ def sites(name: str | None) -> None:
     from hpctrain.site import profile
 
     if name is not None:
-        echo_block(_as_yaml(profile.read_site(name)))
+        import yaml
+
+        site = profile.read_site(name)
+        settings = site.profile.model_dump(mode="json", exclude_none=True)
+        echo_block(f"# {site.path}\n" + yaml.safe_dump(settings, sort_keys=False, width=120))
         return
-    formatter = click.HelpFormatter(width=min(shutil.get_terminal_size((80, 24)).columns, _MOST_COLUMNS))
     known = [profile.read_site(site) for site in profile.profile_paths()]
-    formatter.write_dl(
-        [(site.name, site.profile.description + ("" if site.is_installed else f" ({site.path})")) for site in known]
-    )
-    echo_block(formatter.getvalue())
+    rows = [(site.name, site.profile.description + ("" if site.is_installed else f" ({site.path})")) for site in known]
+    echo_block(two_columns(rows))
     echo()
     echo(f"Your own profiles: {profile.where_own()}/NAME.yaml")
-
-
-def _as_yaml(site: Site) -> str:
-    import yaml
-
-    head = f"# {site.path}\n"
-    return head + yaml.safe_dump(site.profile.model_dump(mode="json", exclude_none=True), sort_keys=False, width=120)
 
 
 @click.command()

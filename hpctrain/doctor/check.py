@@ -41,8 +41,6 @@ class DoctorFinding:
     """One finding.
 
     Attributes:
-        severity: severity of the finding.
-        sentence: sentence with the facts.
         fix: command, setting or short advice.
         key: key of its kind, for programs; "" if all is well.
     """
@@ -58,8 +56,6 @@ class FindingKind:
     """Kind of finding that a check may report.
 
     Attributes:
-        key: stable name for programs.
-        severity: severity of its findings.
         meaning: explanation of the finding, for the documentation.
         remedy: general fix.
     """
@@ -108,7 +104,6 @@ class OwnPlace:
     """Facts that a rank has before MPI starts.
 
     Attributes:
-        config: configuration; None if none was given.
         directory: directory in which run directories are created.
         threads: number of threads of this rank; None if the requested number was refused.
         threads_fault: why the requested number of threads was refused; "" if it was not.
@@ -137,14 +132,7 @@ class OwnPlace:
 
 @dataclass(frozen=True)
 class JoinedPlace:
-    """Facts and communicators that a rank has after MPI has started.
-
-    Attributes:
-        own: facts of this rank.
-        world: communicator of all ranks.
-        node: communicator of the ranks on this node.
-        progress: progress engine.
-    """
+    """Facts and communicators that a rank has after MPI has started."""
 
     own: OwnPlace
     world: Communicator
@@ -157,12 +145,7 @@ class JobView:
     """The job as seen by judges.
 
     Attributes:
-        launcher: launcher of rank 0.
-        size: size of MPI's world.
-        hosts: name of each rank's node.
-        node_of: number of each rank's node.
         library: MPI library with its version and thread level; "" if it could not be started.
-        config: configuration; None if none was given.
     """
 
     launcher: Launcher
@@ -194,7 +177,6 @@ class Check:
     """A check of one subject.
 
     Attributes:
-        name: name in the table.
         looks_at: subject, for the documentation.
         kinds: kinds of findings that the check may report.
         gather: function from an `OwnPlace`, or a `JoinedPlace` if `joined`, to the picklable facts of this rank; None if another

@@ -45,13 +45,7 @@ _PROBE_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class DirectoryFacts:
-    """Outcome of a test write.
-
-    Attributes:
-        directory: tested directory.
-        error: errno; 0 on success.
-        seconds: duration of writing.
-    """
+    """Outcome of a test write."""
 
     directory: str
     error: int = 0
@@ -237,10 +231,8 @@ class ScratchFacts:
     """One directory of a node.
 
     Attributes:
-        path: path of the directory.
         variable: environment variable with its path; "" if there is none.
         error: errno of a test write; 0 on success.
-        free_bytes: free space.
     """
 
     path: str

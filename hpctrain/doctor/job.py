@@ -76,10 +76,7 @@ class Progression:
     """Progress of a rank, as a note for its parent.
 
     Attributes:
-        phase: current phase.
-        facts: facts gathered so far.
         library: name of the MPI library; "" before MPI has started.
-        config: configuration; None if none was given.
         concluded: whether the rank has reported.
     """
 
@@ -95,9 +92,7 @@ class Examination:
     """Outcome of all checks.
 
     Attributes:
-        job: examined job.
         findings: findings by the name of the check.
-        by_rank: facts of each rank.
     """
 
     job: JobView
@@ -134,10 +129,7 @@ def examine_together(
     """Run the collective checks; return the outcome on rank 0, None on other ranks. Collective over the world.
 
     Args:
-        own: facts that this rank gathered alone.
-        library: MPI library with its version and thread level.
         note: callback with the name of each phase that begins.
-        deadline_seconds: deadline of a wait.
     """
     progress = ProgressEngine(rank=world.rank, deadline_seconds=deadline_seconds, abort=world.abort)
     note("finding the ranks of each node")
@@ -164,8 +156,6 @@ def examine_alone(
     """Return the outcome from this rank's facts, if MPI did not connect the ranks and their number is unknown.
 
     Args:
-        own: facts that this rank gathered alone.
-        library: name of the MPI library, if it could be started.
         error: why the MPI library could not be loaded; "" if it could.
         ended: finding on how the rank ended; None if it did not end early.
     """
@@ -212,7 +202,6 @@ class RankNotes:
     """Sends notes on this rank's progress, with its facts so far, to its parent process.
 
     Attributes:
-        facts: facts gathered so far.
         library: MPI library; "" before MPI has started.
     """
 

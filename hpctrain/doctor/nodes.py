@@ -60,7 +60,6 @@ class MemoryFacts:
     """Memory of a node and, on rank 0, the maximum that a rank needs.
 
     Attributes:
-        node_bytes: memory of the node.
         pass_bytes: memory of a pass through the network, maximum over ranks.
         held_bytes: memory that is always allocated, maximum over ranks.
         reason: why the need is unknown; "" if it is known.
@@ -263,7 +262,6 @@ class KernelFacts:
     """Kernel set of a rank.
 
     Attributes:
-        name: name of the kernel set.
         reason: why oneDNN cannot be used although it was wanted; "" otherwise.
     """
 

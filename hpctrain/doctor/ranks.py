@@ -85,12 +85,7 @@ def environment_mpiexec() -> str:
 
 
 def wrong_launcher(launcher: Launcher, library: str, mpiexec: str) -> DoctorFinding | None:
-    """Return a finding if only one of launcher and library is Open MPI's; None if both are or neither is, or if that is unknown.
-
-    Args:
-        library: name of the MPI library.
-        mpiexec: path of mpiexec in the folder of this Python.
-    """
+    """Return a finding if only one of launcher and library is Open MPI's; None otherwise, or if that is unknown."""
     hydras = ("MPICH", "Intel", "MVAPICH", "Cray")  # these are compatible
     of_open_mpi = launcher.name.startswith("Open MPI")
     known = of_open_mpi or launcher.name.startswith(hydras)
@@ -172,7 +167,6 @@ class LibraryFacts:
 
     Attributes:
         launchers: pairs (path of mpiexec, its MPI or ""), in the order of PATH.
-        mpiexec: path of mpiexec in the folder of this Python.
         library: library that mpi4py loads, found by a process that starts no MPI.
         error: why no library could be loaded; "" if one could.
     """
@@ -281,12 +275,8 @@ class CoreFacts:
     """Cores and threads of a rank.
 
     Attributes:
-        cpus: logical CPUs on which the rank may run.
         cores: physical cores of these CPUs.
-        threads: number of threads of the rank; None if the requested number was refused.
-        pools: number of threads of each library's pool.
         fault: why the requested number of threads was refused; "" if it was not.
-        variables: environment variables with numbers of threads.
         quota: number of cores that control groups allow; None: no limit.
     """
 

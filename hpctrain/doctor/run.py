@@ -38,14 +38,9 @@ class DoctorRank:
     """One rank of the doctor's job.
 
     Attributes:
-        launcher: launcher of this process.
-        read: function that returns the configuration; None: there is no configuration.
         directory: directory for runs; None: the one of the configuration.
         strict: whether warnings count as faults.
-        as_json: whether to print the report as JSON.
-        seconds: time limit of the job.
         began: time by `time.monotonic` when this rank was started.
-        world: communicator of all ranks, once MPI has started.
     """
 
     launcher: Launcher

@@ -51,10 +51,8 @@ class Drawing:
 
     Attributes:
         key: word that identifies the figure on the page.
-        title: title above the figure.
         words: description for readers who cannot see the figure.
         draw: callback that draws it onto an empty figure.
-        inches: width and height.
     """
 
     key: str
@@ -131,11 +129,7 @@ _MOST_MARKS = 40
 
 
 def panel_drawing(panel: Panel, names: Sequence[str]) -> Drawing:
-    """Return the figure of a panel.
-
-    Args:
-        names: names of the runs.
-    """
+    """Return the figure of a panel."""
     inches = WIDTH_INCHES, 2.5 + (_NAME_INCHES * len(names) if len(names) > 1 else 0.0)
     return Drawing(panel.key, panel.title, _words(panel, names), partial(_draw, panel, names), inches)
 

@@ -27,7 +27,6 @@ from hpctrain.runs.results import (
     MOST_POINTS,
     UNKNOWN,
     Curve,
-    Panel,
     RunRecord,
     panels,
     prediction_sentences,
@@ -55,7 +54,6 @@ class Cell:
     """A cell of the confusion matrix.
 
     Attributes:
-        count: number of samples.
         percent: strength of the background colour in percent, proportional to the share of the class's samples.
         right: whether the cell is on the diagonal.
     """
@@ -63,28 +61,6 @@ class Cell:
     count: int
     percent: int
     right: bool
-
-
-@dataclass(frozen=True)
-class ConfusionLine:
-    """A row of the confusion matrix: a class, and the number of its samples predicted as each class."""
-
-    name: str
-    cells: tuple[Cell, ...]
-
-
-@dataclass(frozen=True)
-class ClassLine:
-    """A class with its accuracy, as texts.
-
-    Attributes:
-        rival: class that it was most often confused with, and the number of times.
-    """
-
-    name: str
-    images: str
-    top1: str
-    rival: str
 
 
 @dataclass(frozen=True)
@@ -105,30 +81,24 @@ class Picture:
 
 
 @dataclass(frozen=True)
-class Pictures:
-    """A group of images with a title."""
-
-    title: str
-    pictures: tuple[Picture, ...]
-
-
-@dataclass(frozen=True)
 class JudgedSet:
     """The result of one run on its test or validation set.
 
     Attributes:
         split: name of the set.
         headings: titles of the columns of `confusion`.
-        confusion: rows of the confusion matrix; empty for too many classes.
+        confusion: (class, number of its samples predicted as each class) by row; empty for too many classes.
+        classes: (class, images, top-1, class that it was most often taken for) as texts.
+        groups: (title, images).
     """
 
     name: str
     split: str
     words: str
     headings: tuple[str, ...]
-    confusion: tuple[ConfusionLine, ...]
-    classes: tuple[ClassLine, ...]
-    groups: tuple[Pictures, ...]
+    confusion: tuple[tuple[str, tuple[Cell, ...]], ...]
+    classes: tuple[tuple[str, str, str, str], ...]
+    groups: tuple[tuple[str, tuple[Picture, ...]], ...]
 
 
 def result_of(name: str, judgement: Judgement) -> JudgedSet:
@@ -136,8 +106,8 @@ def result_of(name: str, judgement: Judgement) -> JudgedSet:
     names = judgement.class_names
     whole = len(names) <= MOST_CLASSES
     groups = (
-        Pictures("Most confident mistakes", tuple(_picture(image, names) for image in judgement.wrong)),
-        Pictures("Most confident correct predictions, by class", tuple(_picture(image, names) for image in judgement.right)),
+        ("Most confident mistakes", tuple(_picture(image, names) for image in judgement.wrong)),
+        ("Most confident correct predictions, by class", tuple(_picture(image, names) for image in judgement.right)),
     )
     lines = tuple(_lines(judgement)) if whole else ()
     return JudgedSet(name, judgement.split, _words(judgement, whole=whole), names, lines, tuple(_classes(judgement)), groups)
@@ -161,22 +131,22 @@ def _words(judgement: Judgement, *, whole: bool) -> str:
     return f"{words} Most frequent mistakes: {frequent}." if frequent else words
 
 
-def _lines(judgement: Judgement) -> Iterator[ConfusionLine]:
+def _lines(judgement: Judgement) -> Iterator[tuple[str, tuple[Cell, ...]]]:
     for label, name in enumerate(judgement.class_names):
         counts = judgement.confusion.of_label(label)[: len(judgement.class_names)].tolist()
         samples = max(1, sum(counts))
         cells = (
             Cell(count, -(-_STRONGEST_PERCENT * count // samples), prediction == label) for prediction, count in enumerate(counts)
         )
-        yield ConfusionLine(f"{label} {name}", tuple(cells))
+        yield f"{label} {name}", tuple(cells)
 
 
-def _classes(judgement: Judgement) -> Iterator[ClassLine]:
+def _classes(judgement: Judgement) -> Iterator[tuple[str, str, str, str]]:
     """Yield all classes in order of accuracy, the lowest first, and classes without images last."""
     names = judgement.class_names
     for score in judgement.confusion.worst_first():
         rival = "-" if score.rival is None else f"{names[score.rival]}, {score.rival_count:,} times"
-        yield ClassLine(names[score.label], f"{score.samples:,}", "-" if score.top1 is None else f"{score.top1:.2%}", rival)
+        yield names[score.label], f"{score.samples:,}", "-" if score.top1 is None else f"{score.top1:.2%}", rival
 
 
 def _picture(image: JudgedImage, names: tuple[str, ...]) -> Picture:
@@ -289,11 +259,7 @@ def _data_url(kind: str, content: bytes) -> str:
 
 
 def report_page(records: Sequence[RunRecord], results: Sequence[JudgedSet] = ()) -> Page:
-    """Return the report on runs.
-
-    Args:
-        results: results on test or validation sets, if they were computed.
-    """
+    """Return the report on runs."""
     records = _with_short_names(records)
     names = tuple(record.name for record in records)
     judged = results[0].split if results else "test"
@@ -350,18 +316,12 @@ def _curves(records: Sequence[RunRecord], names: Sequence[str]) -> PagePart:
             title = "Evaluations" if len(records) == 1 else f"Evaluations of {record.name}"
             headings = ("epoch", "set", "loss", "top-1", "top-5")
             tables.append(Table(title, headings, lines, frozenset({2, 3, 4}), folded=True))
-    drawings = tuple(panel_drawing(_with_schedules(panel, records), names) for panel in panels(records))
-    return PagePart("curves", "Curves", drawings=drawings, tables=tuple(tables))
-
-
-def _with_schedules(panel: Panel, records: Sequence[RunRecord]) -> Panel:
-    """Return the panel of the learning rate with curves computed from the schedules; other panels unchanged.
-
-    Runs of short epochs record too few rates to show a warm-up.
-    """
-    if panel.key != "lr":
-        return panel
-    return replace(panel, curves=tuple(_scheduled(curve, records[curve.run]) for curve in panel.curves))
+    drawings = []
+    for panel in panels(records):
+        if panel.key == "lr":  # runs of short epochs record too few rates to show a warm-up
+            panel = replace(panel, curves=tuple(_scheduled(curve, records[curve.run]) for curve in panel.curves))
+        drawings.append(panel_drawing(panel, names))
+    return PagePart("curves", "Curves", drawings=tuple(drawings), tables=tuple(tables))
 
 
 def _scheduled(curve: Curve, record: RunRecord) -> Curve:

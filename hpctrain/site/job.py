@@ -52,7 +52,6 @@ class JobRequest:
         hostfile: file with one host per line, for sites without a scheduler.
         stage: tar archive of the environment to unpack on each node.
         restarts: maximum number of times that a stopped job is requeued.
-        doctor: whether to run the doctor before the training.
     """
 
     nodes: int
@@ -72,9 +71,6 @@ class JobFiles:
     """The paths of a job's files as they appear in its script, and the training.
 
     Attributes:
-        name: name of the job in queues.
-        script: path of the script.
-        logs: directory of the logs.
         log: path of the log; empty: the scheduler's default.
         train: configuration and overrides; None: the script receives them as arguments.
         environment: directory of Python's environment; empty: python is on PATH.
@@ -93,12 +89,9 @@ class SiteJob(JobFiles):
     """The values that a template needs in addition to the profile.
 
     Attributes:
-        nodes: number of nodes.
         ranks: number of ranks per node.
         cpus: number of CPUs per rank, as the scheduler counts.
-        time: time limit, as HH:MM:SS.
         limits: whether the training gets its time limit as an option, because it receives no signal before the end.
-        directives: pairs (scheduler option, reason).
     """
 
     nodes: int
@@ -427,7 +420,6 @@ class Submission:
     Attributes:
         number: number of the job, or ID of the process.
         lines: instructions for following and stopping the job.
-        script: path of its script.
     """
 
     number: str

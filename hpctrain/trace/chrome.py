@@ -26,7 +26,6 @@ class ChromeTrace:
     """Writer of a trace file, one rank after another. The file is complete at the end of the `with` block.
 
     Args:
-        path: path of the file.
         base_ns: time of rank 0's clock that becomes 0.
 
     Attributes:
@@ -77,7 +76,6 @@ class ChromeTrace:
         """Write the events of one rank.
 
         Args:
-            rank: rank, the process number in the file.
             events: events with times of rank 0's clock.
             name: name of the rank in viewers; None: "rank 3".
         """
@@ -136,9 +134,7 @@ class StepLanes:
     """One step of one rank.
 
     Attributes:
-        rank: rank of the process.
         begin_seconds: begin of the step, in seconds after the earliest begin of all ranks.
-        seconds: duration of the step.
         lanes: disjoint sorted intervals by kind (the values of `PROGRAM`, and `MESSAGES`), in seconds after the earliest begin.
         tracks: intervals of messages by the name of their queue.
     """

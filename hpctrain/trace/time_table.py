@@ -125,15 +125,12 @@ class Row:
     """One line of the table, in seconds per step.
 
     Attributes:
-        name: name of a layer, an operation or other work.
         kind: "layer", "communication" (if it belongs to no single layer) or "work".
         compute_seconds: time of computation; for a layer, the sum of the phases (forward, parameters, input).
         forward_seconds, parameters_seconds, input_seconds: time of each phase of a layer.
         communication_seconds: time in which operations were in flight.
         hidden_seconds: part of the communication time in which the program did not wait.
         exposed_seconds: time of waits.
-        operations: number of operations per step.
-        late: rank that came late; None if unknown.
         messages_seconds: time of the program for posting and testing.
         delay_seconds: upper bound of the total time by which operations were posted later than possible.
     """
@@ -160,10 +157,6 @@ class TimeTable:
     Attributes:
         left_over_seconds: time in no recorded event.
         step_seconds: mean duration of the counted steps.
-        median_step_seconds: median duration of the same steps.
-        steps: number of counted steps.
-        events: number of recorded events per step.
-        tracing_seconds: time that the recording took per step.
     """
 
     rows: tuple[Row, ...]
@@ -370,8 +363,6 @@ def merge(tables: Sequence[TimeTable], late: Mapping[str, Late], ranks: Sequence
     """Return the mean over ranks, row by row, with late ranks. A rank without a row counts as zero.
 
     Args:
-        tables: table of each rank.
-        late: late rank of each row.
         ranks: number of ranks that each table represents; None: one.
     """
     weights = [1] * len(tables) if ranks is None else ranks
@@ -408,8 +399,6 @@ class Postings:
     """Operations that one rank posted, with times of rank 0's clock.
 
     Attributes:
-        rank: rank in the world.
-        operations: recorded operations.
         groups: world rank of the first member of each queue's group.
     """
 

@@ -27,9 +27,7 @@ def lines(
     """Return the lines of the table, longest rows first. Rows that do not fit are summed in one line.
 
     Args:
-        table: time table.
         clock_error_seconds: error of the clocks; smaller delays of late ranks are not shown.
-        ranks: number of ranks.
         width: maximum number of columns, to which long names are folded; None: no limit.
         most: maximum number of lines; None: no limit.
     """

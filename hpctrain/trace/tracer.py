@@ -89,7 +89,6 @@ class Tracer:
     """Recorder of the events of one thread. Events that exceed the capacity are counted as dropped.
 
     Args:
-        capacity: maximum number of events.
         clock_ns: function that returns nanoseconds since an arbitrary start.
     """
 
