@@ -183,7 +183,7 @@ PEERS = {"torch": (False, False), "torch tuned": (False, True), "torch last": (T
 
 @dataclass(frozen=True)
 class Measurement:
-    """Measurement of steps in one process while no other process is measured.
+    """Measurement of steps in one process while no other process is measured. Times are medians; GFLOP/s are by `clock`.
 
     Attributes:
         clock: clock of operator times, GFLOP/s and the peak: "cpu" with one thread, so that other load has little effect;

@@ -153,7 +153,7 @@ class Laps(StepHooks):
 
 @dataclass(frozen=True)
 class LayerTime:
-    """Median seconds of an operator's phases, and its floating-point operations.
+    """Median seconds of an operator's phases, and the number of its floating-point operations: in forward, and in all phases.
 
     Attributes:
         parameters_seconds: time of the gradients of parameters.

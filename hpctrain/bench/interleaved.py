@@ -44,7 +44,7 @@ class SteppingError(HpctrainError):
 
 @dataclass(frozen=True)
 class Turn:
-    """Measurement of one turn of a process.
+    """Measurement of one turn of a process, over all its steps.
 
     Attributes:
         loss: mean loss of the last step.

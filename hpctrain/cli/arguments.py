@@ -92,8 +92,8 @@ class OneOf(click.Choice):
             self.fail(f'there is no "{value}"; {choices(str(value), self.choices)}.', param, ctx)
 
 
-class Seconds(click.FloatRange):
-    """Finite time in seconds, with a lower bound."""
+class Finite(click.FloatRange):
+    """Finite number in a range."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         seconds = super().convert(value, param, ctx)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hpctrain.cli.arguments import FILE, OVERRIDES, Commands, FilePath, OneOf, OutputFile, Seconds
+from hpctrain.cli.arguments import FILE, OVERRIDES, Commands, FilePath, Finite, OneOf, OutputFile
 from hpctrain.core.text import counted, echo, echo_block, wrapped
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ class RankCounts(click.ParamType):
 )
 @click.option(
     "--timeout-seconds",
-    type=Seconds(min=1),
+    type=Finite(min=1),
     default=3600.0,
     show_default=True,
     help="Time limit of one run, in seconds.",

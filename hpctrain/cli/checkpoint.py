@@ -104,11 +104,7 @@ def show(path: Path, as_json: bool) -> None:
     if as_json:
         echo_block(json.dumps({"file": str(file), "meta": _about(content.meta), "tensors": tensors}, indent=1))
         return
-    echo(str(file))
-    for key, value in _about(content.meta).items():
-        echo(f"{key}: {value}")
-    for name, facts in tensors.items():
-        echo(f"  {name}  {facts['shape']} {facts['dtype']}")
+    _print_facts(file, _about(content.meta), tensors)
     size = sum(math.prod(facts["shape"]) * np.dtype(facts["dtype"]).itemsize for facts in tensors.values())
     echo(f"{counted(len(tensors), 'tensor')}, {size_text(size)}")
 
@@ -204,6 +200,14 @@ def files_of(path: Path) -> list[tuple[int, Path]]:
 def _directory(path: Path) -> Path:
     below = path / "checkpoints"
     return below if below.is_dir() else path
+
+
+def _print_facts(file: Path, metadata: Mapping[str, Any], tensors: Mapping[str, Mapping[str, Any]]) -> None:
+    echo(str(file))
+    for key, value in metadata.items():
+        echo(f"{key}: {value}")
+    for name, facts in tensors.items():
+        echo(f"  {name}  {facts['shape']} {facts['dtype']}")
 
 
 def _about(meta: Mapping[str, Any]) -> dict[str, Any]:
@@ -321,11 +325,7 @@ def show_weights(file: Path, as_json: bool) -> None:
     if as_json:
         echo_block(json.dumps({"file": str(file), "metadata": dict(content.metadata), "tensors": tensors}, indent=1))
         return
-    echo(str(file))
-    for key, value in content.metadata.items():
-        echo(f"{key}: {value}")
-    for name, facts in tensors.items():
-        echo(f"  {name}  {facts['shape']} {facts['dtype']}")
+    _print_facts(file, content.metadata, tensors)
     echo(f"{_summary(content.tensors)}, {size_text(sum(array.nbytes for array in content.tensors.values()))}")
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from hpctrain.cli.arguments import OVERRIDES, FilePath, OutputFile, Seconds
+from hpctrain.cli.arguments import OVERRIDES, FilePath, Finite, OutputFile
 from hpctrain.doctor.run import LATER_SECONDS, DoctorRank
 from hpctrain.launch.child import Notebook, run_watched
 from hpctrain.launch.launcher import detect
@@ -39,7 +39,7 @@ _DEADLINE_SECONDS = 300.0
 )
 @click.option(
     "--seconds",
-    type=Seconds(min=5),
+    type=Finite(min=5),
     default=60.0,
     show_default=True,
     help="Time limit of the measurement, in seconds; a short limit leaves out large messages of slow networks.",
@@ -99,7 +99,7 @@ def calibrate(out: Path, seconds: float, threads: int | None) -> None:
 )
 @click.option(
     "--seconds",
-    type=Seconds(min=5),
+    type=Finite(min=5),
     default=60.0,
     show_default=True,
     help="Time limit of the job, in seconds; the job ends at the limit even if MPI hangs.",

@@ -7,14 +7,13 @@ machine, from one simulated step for each number of ranks.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from hpctrain.cli.arguments import FILE, OVERRIDES, Commands, FilePath, OneOf, OutputFile, Seconds, options
+from hpctrain.cli.arguments import FILE, OVERRIDES, Commands, FilePath, Finite, OneOf, OutputFile, options
 from hpctrain.cli.bench import RankCounts
 from hpctrain.core.errors import ConfigError
 from hpctrain.core.text import echo, echo_block
@@ -65,17 +64,7 @@ class RankSeries(RankCounts):
         return counts
 
 
-class Factor(click.FloatRange):
-    """Finite number above 0."""
-
-    def __init__(self) -> None:
-        super().__init__(min=0, min_open=True)
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        factor = float(super().convert(value, param, ctx))
-        if not math.isfinite(factor):
-            self.fail(f"{value} is not a finite number.", param, ctx)
-        return factor
+FACTOR = Finite(min=0, min_open=True)
 
 
 class SlowRank(click.ParamType):
@@ -89,7 +78,7 @@ class SlowRank(click.ParamType):
         rank, _, factor = str(value).partition("=")
         if not rank.strip().isdecimal():
             self.fail(f"{value!r} must be a rank and a factor, such as 3=1.5", param, ctx)
-        return int(rank), Factor().convert(factor, param, ctx)
+        return int(rank), FACTOR.convert(factor, param, ctx)
 
 
 MACHINE = click.option(
@@ -100,9 +89,9 @@ MACHINE = click.option(
     help="Machine model to plan for: a file written by `hpctrain calibrate`, or the name of an installed one.",
 )
 _WHAT_IF = options(
-    click.option("--bandwidth", type=Factor(), default=1.0, help="What-if factor on the bandwidth of the machine's links."),
-    click.option("--latency", type=Factor(), default=1.0, help="What-if factor on the latency of the machine's links."),
-    click.option("--compute", type=Factor(), default=1.0, help="What-if factor on the compute speed of the ranks."),
+    click.option("--bandwidth", type=FACTOR, default=1.0, help="What-if factor on the bandwidth of the machine's links."),
+    click.option("--latency", type=FACTOR, default=1.0, help="What-if factor on the latency of the machine's links."),
+    click.option("--compute", type=FACTOR, default=1.0, help="What-if factor on the compute speed of the ranks."),
 )
 IMAGE = click.option(
     "--image",
@@ -163,7 +152,7 @@ def slow_ranks(pairs: tuple[tuple[int, float], ...], most_ranks: int) -> Mapping
 @click.option("--measure", is_flag=True, help="Measure the operators of the best choices on this machine, and repeat the search.")
 @click.option(
     "--seconds",
-    type=Seconds(min=1),
+    type=Finite(min=1),
     default=60.0,
     show_default=True,
     help="Time budget of --measure in seconds; no measurement starts after it.",
@@ -366,7 +355,7 @@ _JOB_AND_LINK = options(
     click.option(
         "--alpha",
         "alpha_seconds",
-        type=Seconds(min=0),
+        type=Finite(min=0),
         default=20e-6,
         show_default=True,
         help="Assumed latency of a message, in seconds; a run measures it.",
@@ -374,7 +363,7 @@ _JOB_AND_LINK = options(
     click.option(
         "--beta",
         "beta_seconds_per_byte",
-        type=Seconds(min=0),
+        type=Finite(min=0),
         default=0.8e-9,
         show_default=True,
         help="Assumed time per byte, in seconds (the default is a link of 10 Gb/s); a run measures it.",

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hpctrain.cli.arguments import Seconds, check_values
+from hpctrain.cli.arguments import Finite, check_values
 from hpctrain.core.errors import LaunchError
 from hpctrain.core.files import open_own
 from hpctrain.core.text import echo
@@ -31,7 +31,7 @@ ATTEMPTS_FILE = "restarts.jsonl"
 )
 @click.option(
     "--pause",
-    type=Seconds(min=0),
+    type=Finite(min=0),
     default=5.0,
     show_default=True,
     help="Pause before a restart, in seconds; it doubles up to 300 with each failure without a new checkpoint.",

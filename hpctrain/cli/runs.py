@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from hpctrain.cli.arguments import RUNS, FilePath, OutputFile, Seconds, newest_runs
+from hpctrain.cli.arguments import RUNS, FilePath, Finite, OutputFile, newest_runs
 from hpctrain.core.errors import DataError
 from hpctrain.core.text import counted, echo, echo_block, escaped, size_text
 from hpctrain.launch.launcher import detect
@@ -139,7 +139,7 @@ def _aligned(rows: list[tuple[str, ...]], width: int) -> list[str]:
 @click.option("--once", is_flag=True, help="Show the current state once and exit.")
 @click.option(
     "--interval",
-    type=Seconds(min=0.1),
+    type=Finite(min=0.1),
     default=1.0,
     show_default=True,
     help="Interval between updates, in seconds.",
@@ -339,8 +339,7 @@ def _write(path: Path, write: Callable[[], object]) -> None:
 @click.command()
 @click.argument("runs", metavar="[RUN RUN]...", nargs=-1, type=FilePath(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="Print the comparison as JSON.")
-@click.option("--out", type=OutputFile(streams=True), help="Also write an HTML report of all runs to this file.")
-def compare(runs: tuple[Path, ...], as_json: bool, out: Path | None) -> None:
+def compare(runs: tuple[Path, ...], as_json: bool) -> None:
     """Compare runs: results, configurations, first difference.
 
     Each RUN is a run directory. The default is the two newest runs in `runs`. The first bitwise difference is found with the
@@ -357,16 +356,11 @@ def compare(runs: tuple[Path, ...], as_json: bool, out: Path | None) -> None:
     comparison = compared(runs)
     if as_json:
         echo_block(json.dumps(comparison.to_json(), indent=1))
-    else:
-        from hpctrain.core.console import output_console
+        return
+    from hpctrain.core.console import output_console
 
-        console = output_console()
-        with console.capture() as printed:
-            for renderable in comparison_lines(comparison, console.width):
-                console.print(renderable, soft_wrap=isinstance(renderable, str))  # strings are wrapped already
-        echo_block("\n".join(line.rstrip() for line in printed.get().splitlines()))
-    if out is not None:
-        from hpctrain.report.figures import check_matplotlib
-
-        check_matplotlib()
-        write_report(runs, out, None)
+    console = output_console()
+    with console.capture() as printed:
+        for renderable in comparison_lines(comparison, console.width):
+            console.print(renderable, soft_wrap=isinstance(renderable, str))  # strings are wrapped already
+    echo_block("\n".join(line.rstrip() for line in printed.get().splitlines()))

@@ -10,6 +10,7 @@ import errno
 import os
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,6 +42,7 @@ _SECONDS = 5.0
 _LOOKS = 20  # a network file system may show a new file late
 _LOOK_SECONDS = 0.1
 _PROBE_BYTES = 1 << 20
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 @dataclass(frozen=True)
@@ -83,37 +85,29 @@ def judge_directory(job: JobView, facts: Sequence[DirectoryFacts | None]) -> lis
     fact = facts[0]
     assert fact is not None, "rank 0 gathers facts"
     if fact.error:
-        return [NOT_WRITABLE.found(f"{fact.directory} cannot be written: {os.strerror(fact.error)}.", _directory_fix(fact.error))]
+        fix = "Train with output=DIR, a directory that you may write to."
+        if fact.error in _FULL:
+            fix = "Free space, or train with output=DIR on another disk."
+        return [NOT_WRITABLE.found(f"{fact.directory} cannot be written: {os.strerror(fact.error)}.", fix)]
     sentence = f"1 MB was written to {fact.directory} in {fact.seconds:.2f} s."
     return [SLOW_DIRECTORY.found(sentence) if fact.seconds > _SECONDS else fine(sentence)]
-
-
-def _directory_fix(error: int) -> str:
-    if error in (errno.ENOSPC, errno.EDQUOT):
-        return "Free space, or train with output=DIR on another disk."
-    return "Train with output=DIR, a directory that you may write to."
 
 
 def gather_shared(place: JoinedPlace) -> bool | None:
     """Return whether the first rank of this node sees a file created by rank 0. Collective."""
     world, directory = place.world, existing(place.own.directory)
     path = Path(world.broadcast_object(str(probe_path(directory, "shared"))))
+    made = False
     if world.rank == 0:
-        made = _make(path)
-    made = world.broadcast_object(made if world.rank == 0 else None)
+        with suppress(OSError):
+            path.touch(exist_ok=False)
+            made = True
+    made = world.broadcast_object(made)
     seen = _sees(path) if made and place.node.rank == 0 else None
     world.allgather_object(None)  # wait until all ranks have checked
     if world.rank == 0 and made:
         path.unlink(missing_ok=True)
     return seen
-
-
-def _make(path: Path) -> bool:
-    try:
-        path.touch(exist_ok=False)
-    except OSError:
-        return False
-    return True
 
 
 def _sees(path: Path) -> bool:
@@ -223,7 +217,6 @@ FULL_MEMORY = FindingKind(
 VARIABLES = ("SLURM_TMPDIR", "TMPDIR")
 _SHARED_MEMORY = Path("/dev/shm")
 _LEAST_BYTES = 16 << 20
-_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 @dataclass(frozen=True)

@@ -276,6 +276,7 @@ class CoreFacts:
 
     Attributes:
         cores: physical cores of these CPUs.
+        threads: number of threads of the rank; None if the requested number was refused.
         fault: why the requested number of threads was refused; "" if it was not.
         quota: number of cores that control groups allow; None: no limit.
     """
@@ -296,15 +297,12 @@ class CoreFacts:
 
 def gather_cores(place: OwnPlace) -> CoreFacts:
     """Return the cores and threads of this rank. NumPy and the kernels must be loaded, so that their pools can be queried."""
-    cpus = frozenset(os.sched_getaffinity(0))
-    return CoreFacts(cpus, core_names(cpus), place.threads, _pools(), place.threads_fault, dict(place.variables), whole_quota())
-
-
-def _pools() -> dict[str, int]:
     import numpy  # noqa: F401  starts its pool
     from threadpoolctl import threadpool_info
 
-    return {str(pool["internal_api"]): int(pool["num_threads"]) for pool in threadpool_info()}
+    cpus = frozenset(os.sched_getaffinity(0))
+    pools = {str(pool["internal_api"]): int(pool["num_threads"]) for pool in threadpool_info()}
+    return CoreFacts(cpus, core_names(cpus), place.threads, pools, place.threads_fault, dict(place.variables), whole_quota())
 
 
 def judge_binding(job: JobView, facts: Sequence[CoreFacts]) -> list[DoctorFinding]:

@@ -81,16 +81,6 @@ def test_the_step_at_which_hashes_part_is_reported_to_people_and_programs(tmp_pa
     assert bits["different"] == ["parameters/layer2.0.conv1.weight"]
 
 
-@pytest.mark.slow
-def test_a_page_of_both_is_written_on_request(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="matplotlib is not installed (extra export)")
-    runs = [str(write_run(tmp_path).path) for _ in range(2)]
-    done = CliRunner().invoke(compare, [*runs, "--out", str(tmp_path / "both.html")])
-    assert done.exit_code == 0, done.output
-    assert "both.html: " in done.output
-    assert (tmp_path / "both.html").read_text().startswith("<!DOCTYPE html>")
-
-
 ROWS = tuple(Row(f"layer{k}", "layer", compute_seconds=1e-3 * (k + 1), late=Late(1, 0.5, 2e-3)) for k in range(150))
 
 WHOLE = sum(row.compute_seconds for row in ROWS)

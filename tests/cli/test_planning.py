@@ -18,7 +18,7 @@ from click.testing import CliRunner, Result
 
 from hpctrain.assembly.checks import check_names
 from hpctrain.cli.main import cli
-from hpctrain.cli.plan import Factor, RankSeries, SlowRank, slow_ranks
+from hpctrain.cli.plan import FACTOR, RankSeries, SlowRank, slow_ranks
 from hpctrain.config.load import load
 from hpctrain.core.errors import ConfigError
 from hpctrain.data.writer import write_data_file
@@ -343,7 +343,7 @@ def test_dots_go_on_by_the_factor_before_them(text: str, ranks: tuple[int, ...])
 
 @pytest.mark.parametrize("text", ["0", "-1", "nan", "inf", "x", ""])
 def test_a_factor_is_finite_and_above_0(text: str) -> None:
-    for convert in (Factor().convert, lambda value, *rest: SlowRank().convert(f"1={value}", *rest)):
+    for convert in (FACTOR.convert, lambda value, *rest: SlowRank().convert(f"1={value}", *rest)):
         with pytest.raises(click.BadParameter):
             convert(text, None, None)
 
