@@ -1,23 +1,23 @@
 """Read a YAML file and overrides into a checked, frozen configuration with the position of each value; write it back as text.
 
-Pydantic's errors become sentences with the key, the rule and the nearest legal value.
+Faults of the schema become sentences (`core.answers`), with the key of another section that an unknown one means.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path, PurePath
-from typing import Any, get_args, get_origin
+from typing import Any
 
 import yaml
 from pydantic import BaseModel, ValidationError
 
 from hpctrain.config.schema import SYNTHETIC, Config, DataConfig, NonFiniteConfig, PlanConfig
 from hpctrain.config.values import AUTO, Named, OpenSection
-from hpctrain.core import user_code
+from hpctrain.core import answers, user_code
 from hpctrain.core.errors import ConfigError
 from hpctrain.core.files import TEXT_BYTES, read_text
-from hpctrain.core.text import MISSPELT, SYNONYMS, choices, escaped, nearest, rule, shortened, synonyms
+from hpctrain.core.text import MISSPELT, SYNONYMS, choices, nearest, shortened, synonyms
 from hpctrain.core.yaml_source import KeyPath, Source, dotted, read_yaml
 
 
@@ -32,22 +32,13 @@ def keys_schema() -> dict[str, Any]:
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **Config.model_json_schema()}
 
 
-_SHOWN_CHARACTERS = 60
-
 #: keys whose values are lists of names with options
 NAMED_LISTS = (("data", "augment"), ("data", "evaluate_augment"), ("metrics", "reporters"))
 
 
 def section_at(path: KeyPath) -> type[BaseModel] | None:
-    """Return the schema of the mapping at a path; None if there is no mapping."""
-    kind: Any = Config
-    for part in path:
-        if isinstance(part, int):
-            kind = get_args(kind)[0] if get_origin(kind) is tuple else None
-        else:
-            field = kind.model_fields.get(part) if _is_section(kind) else None
-            kind = field.annotation if field is not None else None
-    return kind if _is_section(kind) else None
+    """Return the section of a configuration at a path; None if there is no section."""
+    return answers.section_at(Config, path)
 
 
 def known_paths(path: KeyPath = ()) -> Iterator[KeyPath]:
@@ -56,21 +47,6 @@ def known_paths(path: KeyPath = ()) -> Iterator[KeyPath]:
     for key in section.model_fields if section is not None else ():
         yield (*path, key)
         yield from known_paths((*path, key))
-
-
-def faults(error: ValidationError, unknown: Collection[KeyPath] = ()) -> list[tuple[KeyPath, str]]:
-    """Return (key path, sentence) of each fault, in the order of the schema.
-
-    A misspelt key is one fault, not also a missing key. Missing keys of a section are not reported if its name is unknown.
-
-    Args:
-        unknown: paths of the sections with unknown names.
-    """
-    items = error.errors(include_url=False)
-    meant = {_meant(tuple(item["loc"])) for item in items if item["type"] == "extra_forbidden"}
-    paths = [(tuple(item["loc"]), item["type"] == "missing") for item in items]
-    reported = [not (missing and (path in meant or path[:-1] in unknown)) for path, missing in paths]
-    return [_fault(item) for item, wanted in zip(items, reported, strict=True) if wanted]
 
 
 def names_in(data: Any) -> Iterator[tuple[KeyPath, str]]:
@@ -92,23 +68,6 @@ def _name(path: KeyPath, section: Any) -> Iterator[tuple[KeyPath, str]]:
     name = section.get("name") if isinstance(section, Mapping) else section
     if isinstance(name, str):
         yield path, name
-
-
-def show(value: Any) -> str:
-    """Return a value as YAML in one line, shortened if it is long."""
-    if isinstance(value, str):
-        value = value[: 2 * _SHOWN_CHARACTERS]
-    try:
-        text = yaml.safe_dump(value, default_flow_style=True, width=10**6, allow_unicode=True)
-    except yaml.YAMLError:
-        text = repr(value)
-    text = " ".join(text.removesuffix("\n").removesuffix("\n...").split("\n"))
-    text = escaped(text)
-    return text if len(text) <= _SHOWN_CHARACTERS else text[: _SHOWN_CHARACTERS - 3] + "..."
-
-
-def _is_section(kind: Any) -> bool:
-    return isinstance(kind, type) and issubclass(kind, BaseModel)
 
 
 def nearest_sibling(path: KeyPath) -> str:
@@ -139,56 +98,6 @@ def keyword_overrides(overrides: Mapping[str, Any]) -> list[str]:
 def _as_keywords(keys: Mapping[str, Any]) -> str:
     items = ", ".join(f'"{key}": {shortened(value)}' for key, value in keys.items())
     return f"**{{{items}}}"
-
-
-def _fault(item: Mapping[str, Any]) -> tuple[KeyPath, str]:
-    path: KeyPath = tuple(item["loc"])
-    context = item.get("ctx", {})
-    if item["type"] == "extra_forbidden":
-        return path, f'Unknown key "{dotted(path)}"; {nearest_key(path)}.'
-    if item["type"] == "missing" and isinstance(path[-1], int):
-        return path[:-1], f"{dotted(path[:-1])} is {show(item['input'])}, but must be a list of {_items(path[:-1])} items."
-    if item["type"] == "missing":
-        return path, f'The key "{dotted(path)}" is missing{_meaning(path)}'
-    if item["type"] == "option":
-        return (*path, context["option"]), f"{dotted((*path, context['option']))} must be {context['rule']}."
-    if not path:
-        return path, f"The configuration must be a mapping of keys such as model, data, batch; it is {show(item['input'])}."
-    return path, f"{dotted(path)} is {show(item['input'])}, but {_rule(item, path)}."
-
-
-def _items(path: KeyPath) -> int:
-    """Return the number of items of the list at a path."""
-    section = section_at(path[:-1])
-    assert section is not None
-    kinds = (section.model_fields[str(path[-1])].annotation, *get_args(section.model_fields[str(path[-1])].annotation))
-    return next(len(get_args(kind)) for kind in kinds if get_origin(kind) is tuple)
-
-
-def _rule(item: Mapping[str, Any], path: KeyPath) -> str:
-    """Return the rule that a value breaks, with the nearest legal value if there is one."""
-    context, section = item.get("ctx", {}), section_at(path)
-    if item["type"] == "model_type" and section is not None:
-        name = "a name or " if issubclass(section, Named) else f"{AUTO} or " if issubclass(section, OpenSection) else ""
-        name = f"{SYNTHETIC} or " if section is DataConfig else name
-        return f"must be {name}a mapping with keys such as {', '.join(section.model_fields)}"
-    message = rule(item)
-    if item["type"] == "tuple_type" and isinstance(item["input"], str) and path in NAMED_LISTS:
-        return f"{message}, such as {flow([{'name': item['input']}])}"
-    bound = context.get("ge", context.get("le"))
-    if bound is not None:
-        return f"{message}; the nearest legal value is {show(bound)}"
-    if item["type"] == "literal_error" and isinstance(item["input"], str):
-        legal = [part.strip("' ") for part in context["expected"].replace(" or ", ",").split(",")]
-        near = nearest(str(item["input"]), [value for value in legal if _digits(value) == _digits(str(item["input"]))])
-        return f"{message}; the nearest is '{near}'" if near else message
-    return message
-
-
-def _meaning(path: KeyPath) -> str:
-    section = section_at(path[:-1])
-    description = section.model_fields[str(path[-1])].description if section is not None else None
-    return f": {description}" if description else "."
 
 
 def _meant(path: KeyPath, options: Collection[str] = ()) -> KeyPath | None:
@@ -236,11 +145,6 @@ def nearest_key(path: KeyPath, options: Collection[str] = ()) -> str:
     if options and (near is None or near[:-1] == path[:-1]):
         return choices(str(path[-1]), keys)
     return f"known keys are {', '.join(keys)}" if near is None else f'the nearest known key is "{dotted(near)}"'
-
-
-def _digits(text: str) -> list[str]:
-    # float16 is not a misspelling of float64, as its digits differ; float46 is one.
-    return sorted(character for character in text if character.isdigit())
 
 
 #: callback: (path of a section, its name) -> error message for an unknown name; None if a registry has the name
@@ -366,12 +270,16 @@ def _drop_removed(data: Any, source: Source, *, stored: bool) -> None:
     """
     if isinstance(data, dict) and data.get("progress") in (("auto", "posting") if stored else ("auto",)):
         del data["progress"]
-    for path, (default, instead) in _REMOVED.items():
+    for path, (default, _) in _REMOVED.items():
         section = data
         for key in path[:-1]:
             section = section.get(key) if isinstance(section, dict) else None
         if isinstance(section, dict) and section.pop(path[-1], default) != default and not stored:
-            raise source.error(path, f'The key "{dotted(path)}" was removed; {instead}.')
+            raise source.error(path, _removed(path))
+
+
+def _removed(path: KeyPath) -> str:
+    return f'The key "{dotted(path)}" was removed; {_REMOVED[path][1]}.'
 
 
 def _faults(error: ValidationError, data: Any, source: Source, refusal: Refusal | None) -> Iterator[tuple[KeyPath, str]]:
@@ -379,8 +287,9 @@ def _faults(error: ValidationError, data: Any, source: Source, refusal: Refusal 
     refused = {} if refusal is None else {path: refusal(path, name) for path, name in names_in(data)}
     unknown = {path: sentence for path, sentence in refused.items() if sentence is not None}
     yield from (((*path, "name"), sentence) for path, sentence in unknown.items())
-    for path, sentence in faults(error, unknown):
-        yield path, sentence + _replaced_hint(path, data, source)
+    for fault in answers.faults_of(error, Config, meant=_meant):
+        if not (fault.rule == answers.MISSING and fault.path[:-1] in unknown):
+            yield fault.path, str(fault) + _replaced_hint(fault.path, data, source)
 
 
 def _replaced_hint(path: KeyPath, data: Any, source: Source) -> str:
@@ -417,6 +326,9 @@ def _override(data: Any, places: dict[KeyPath, str], override: str, following: s
         is_pair = tuple(parts) in known_paths() and following and "=" not in following
         example = f"{override}={following}" if is_pair else "optimizer.lr=0.2"
         raise ConfigError(f"{label}: An override must have the form key=value without spaces, such as {example}.")
+    removed = next((path for path in _REMOVED if path == tuple(parts[: len(path)]) and path != tuple(parts)), None)
+    if removed is not None:
+        raise ConfigError(f"{label}: {_removed(removed)}")
     try:
         value, _ = read_yaml(text, label)
     except ConfigError as error:

@@ -6,7 +6,7 @@ keywords of the constructor; the registry checks them, not this module.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
@@ -106,6 +106,8 @@ class SizeConfig(Section):
 class CacheConfig(Section):
     """The cache of samples that have been read once; true enables the defaults, false switches the cache off."""
 
+    alone: ClassVar[str] = "true, false"
+
     model_config = ConfigDict(
         frozen=True,
         extra="forbid",
@@ -149,6 +151,8 @@ class CacheConfig(Section):
 
 class DataConfig(Section):
     """The data files, and the preparation of their images."""
+
+    alone: ClassVar[str] = SYNTHETIC
 
     model_config = ConfigDict(
         frozen=True,
@@ -287,6 +291,8 @@ MOST_SHARDS = 1_000_000  # far beyond any machine: a larger value is a typing er
 
 class ExactConfig(Section):
     """The order of sums over samples; true uses 8 shards, false lets the order depend on the ranks."""
+
+    alone: ClassVar[str] = "true, false"
 
     model_config = ConfigDict(
         frozen=True,
@@ -504,6 +510,8 @@ class InitConfig(Section):
 
 class NonFiniteConfig(Section):
     """The action if a loss, gradient, parameter or batch statistic is not finite; a plain string is the action."""
+
+    alone: ClassVar[str] = "an action"
 
     model_config = ConfigDict(frozen=True, extra="forbid", json_schema_extra=or_shorthand(_action("stop", "skip", "rollback")))
 

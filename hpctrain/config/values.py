@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
     AfterValidator,
@@ -199,13 +199,18 @@ def or_shorthand(alternative: dict[str, Any]) -> Callable[[dict[str, Any]], None
 
 
 class Section(BaseModel):
-    """Mapping of known keys."""
+    """Mapping of known keys.
+
+    A section that may also be another value has words for it in `alone`, for messages.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 class Named(BaseModel):
     """Registry name with its options; a plain string is shorthand for {name: ...}."""
+
+    alone: ClassVar[str] = "a name"
 
     model_config = ConfigDict(
         frozen=True,
@@ -227,7 +232,7 @@ class Named(BaseModel):
             try:
                 extra[key] = plain(item)
             except ValueError as error:
-                raise PydanticCustomError("option", "must be {rule}", {"option": key, "rule": str(error)}) from None
+                raise PydanticCustomError("option", "must be {rule}", {"key": key, "rule": str(error)}) from None
         return self
 
     @property
@@ -347,6 +352,8 @@ OPEN = {"const": AUTO, "description": "Chosen at the start of a run for the shor
 
 class OpenSection(BaseModel):
     """Section that may be "auto": a run then chooses its values at its start. Until then it has the defaults."""
+
+    alone: ClassVar[str] = AUTO
 
     _automatic: bool = PrivateAttr(default=False)
 

@@ -31,8 +31,9 @@ from typing import Any, Generic, Literal, TypeVar, Union, cast, get_args, get_or
 from pydantic import PydanticUserError, TypeAdapter, ValidationError
 
 from hpctrain.core import user_code
+from hpctrain.core.answers import rule_of
 from hpctrain.core.errors import ConfigError, HpctrainError, OptionError
-from hpctrain.core.text import MISSPELT, SYNONYMS, choices, counted, joined, nearest, rule, shortened
+from hpctrain.core.text import MISSPELT, SYNONYMS, choices, counted, joined, nearest, shortened
 
 T = TypeVar("T")
 
@@ -272,7 +273,7 @@ def _converted(value: Any, annotation: Any, label: str, key: str) -> Any:
     except (PydanticUserError, TypeError):  # a type that YAML cannot express, or a value from a program
         return value
     except ValidationError as error:
-        reasons = joined(rule(item) for item in error.errors(include_url=False))
+        reasons = joined(rule_of(item) for item in error.errors(include_url=False))
         raise OptionError(f"{label} is {json.dumps(value)}, but {reasons}.", key) from None
 
 

@@ -1,7 +1,7 @@
 """Text for terminals, scripts, file names and errors: escaping, whole lines of many ranks, and the wording of messages.
 
 It is loaded before a process becomes a rank, so it imports little. Functions for the end of an error message name the most
-similar known name, or the rule that a value breaks, worded for each of pydantic's error types.
+similar known name.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import shutil
 import sys
 import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 # Control characters (C0, DEL, C1), format characters (bidirectional, zero-width), lone surrogates, and line separators.
 _FORBIDDEN = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
@@ -379,51 +378,6 @@ def choices(name: str, names: Iterable[str]) -> str:
     if near is None:
         return f"there are {listed}" if few else f"there are {len(quoted)}, such as {next(iter(quoted.values()))}"
     return f"the nearest is {quoted[near]} (of {listed})" if few else f"the nearest is {quoted[near]}"
-
-
-# Rule by pydantic's type of error, with {names} of the error's context. A test checks that no error type of the schema or of
-# options is missing.
-_RULES: Mapping[str, str] = {
-    "bool_parsing": "must be true or false",
-    "bool_type": "must be true or false",
-    "dict_type": "must be a mapping",
-    "enum": "must be {expected}",
-    "extra_forbidden": "must not be given",
-    "finite_number": "must be a finite number",
-    "float_parsing": "must be a number",
-    "float_type": "must be a number",
-    "greater_than": "must be greater than {gt}",
-    "greater_than_equal": "must be at least {ge}",
-    "int_from_float": "must be an integer",
-    "int_parsing": "must be an integer",
-    "int_parsing_size": "must be an integer of fewer digits",
-    "int_type": "must be an integer",
-    "less_than": "must be less than {lt}",
-    "less_than_equal": "must be at most {le}",
-    "list_type": "must be a list",
-    "literal_error": "must be {expected}",
-    "mapping_type": "must be a mapping",
-    "missing": "must have more items",
-    "model_type": "must be a mapping",
-    "none_required": "must be null",
-    "string_too_short": "must have at least {min_length} character",
-    "string_type": "must be a string",
-    "too_long": "must be a list of {max_length} items, not {actual_length}",
-    "too_short": "must be a list of at least {min_length} items, not {actual_length}",
-    "tuple_type": "must be a list",
-}
-
-
-def rule(item: Mapping[str, Any]) -> str:
-    """Return the rule that a value breaks, such as "must be at least 1", from an item of `ValidationError.errors()`.
-
-    For the program's own error types, the rule is their message.
-    """
-    template = _RULES.get(item["type"])
-    if template is None:
-        return str(item["msg"])
-    context = item.get("ctx", {})
-    return template.format(**{name: f"{value:g}" if isinstance(value, float) else value for name, value in context.items()})
 
 
 def joined(rules: Iterable[str]) -> str:

@@ -16,10 +16,11 @@ from pydantic import ValidationError
 
 from hpctrain.comm.base import Communicator, Handle, raise_on_all_ranks
 from hpctrain.comm.shared_memory import share
-from hpctrain.config.schema import CacheConfig
+from hpctrain.config.schema import SYNTHETIC, CacheConfig, DataConfig
 from hpctrain.config.values import AUTO_SIZE
-from hpctrain.core.errors import ConfigError, HpctrainError
-from hpctrain.core.text import rule, size_text
+from hpctrain.core.answers import error_of, faults_of
+from hpctrain.core.errors import HpctrainError
+from hpctrain.core.text import size_text
 from hpctrain.data.cache import ALONE, FillingPlan, NodeRank, ReadCounts, SampleCache, bytes_for, held_in
 from hpctrain.data.image_file import ImageFile
 from hpctrain.data.loader import Loader
@@ -202,14 +203,10 @@ def cache_of(value: object) -> CacheConfig:
         ConfigError: a key is unknown, or a value is not allowed.
     """
     try:
-        return CacheConfig.model_validate(value)
+        return DataConfig.model_validate({"train": SYNTHETIC, "cache": value}).cache
     except ValidationError as error:
-        fault = error.errors()[0]
-        key = str(fault["loc"][0]) if fault["loc"] else ""
-        broken = f"there is no key {key!r}" if fault["type"] == "extra_forbidden" else f"{key or 'it'} {rule(fault)}"
-        raise ConfigError(
-            f"cache is {value!r}, but {broken}; give true, false, or a mapping with {', '.join(CacheConfig.model_fields)}."
-        ) from error
+        faults = faults_of(error, DataConfig)
+    raise error_of(faults)
 
 
 def give_levels(

@@ -1,27 +1,27 @@
 """Site profiles: the facts about a machine that a job script needs, as frozen data, each setting with its reason and source.
 
 Profiles are YAML files, installed with hpctrain or written by users, and may extend each other. `read_site` finds a profile by
-name, and converts pydantic's errors into key paths and full sentences.
+name.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, Field, StringConstraints, ValidationError, model_validator
+from pydantic import AfterValidator, Field, StringConstraints, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
-from hpctrain.config.load import show
 from hpctrain.config.values import Integer, Section, one_line
+from hpctrain.core.answers import error_of, faults_of
 from hpctrain.core.errors import ConfigError
 from hpctrain.core.files import TEXT_BYTES, read_text, user_directory
-from hpctrain.core.text import choices, nearest, rule
-from hpctrain.core.yaml_source import KeyPath, Source, dotted, read_yaml
+from hpctrain.core.text import choices
+from hpctrain.core.yaml_source import KeyPath, Source, read_yaml
 
 Scheduler = Literal["slurm", "pbs", "hostfile", "local"]
 
@@ -47,12 +47,18 @@ def _identifier(text: str) -> str:
     return text
 
 
+def _time(text: str) -> str:
+    if not re.fullmatch(r"(\d+-)?\d{1,3}:\d\d:\d\d", text, re.ASCII):
+        raise PydanticCustomError("time_type", "must be a time such as 06:00:00")
+    return text
+
+
 #: text in one line of a script
 Line = Annotated[str, StringConstraints(min_length=1), AfterValidator(one_line)]
 #: text for double quotes in a shell: variables such as $USER are expanded, ~ is not, and no command runs
 Quoted = Annotated[str, AfterValidator(one_line), AfterValidator(_quotable)]
 Identifier = Annotated[str, AfterValidator(_identifier)]
-Time = Annotated[str, StringConstraints(pattern=r"^(\d+-)?\d{1,3}:\d\d:\d\d$")]
+Time = Annotated[str, AfterValidator(_time)]
 
 UNKNOWN_SOURCE = "not stated"
 
@@ -77,7 +83,7 @@ class NodeFields(Sourced):
     def _ranks_fit(self) -> NodeFields:
         if self.ranks > self.limit:
             raise PydanticCustomError(
-                "ranks", "must have at most {limit} ranks; the nearest legal value is {limit}", {"limit": self.limit}
+                "ranks", "must have at most {limit} ranks, not {ranks}", {"limit": self.limit, "ranks": self.ranks}
             )
         return self
 
@@ -191,68 +197,6 @@ class SiteProfile(Section):
         return self.scratch is not None and self.container is None
 
 
-# Patterns of the schema in words.
-_PATTERNS = {"time": "a time such as 06:00:00"}
-
-
-def faults(error: ValidationError) -> Iterator[tuple[KeyPath, str]]:
-    """Yield (key path, sentence) of each fault. A misspelt key is one fault; it is not also reported as missing."""
-    items = error.errors(include_url=False)
-    paths = [tuple(item["loc"]) for item in items]
-    meant = {_meant(path) for item, path in zip(items, paths, strict=True) if item["type"] == "extra_forbidden"}
-    for item, path in zip(items, paths, strict=True):
-        if item["type"] != "missing" or path not in meant:
-            yield path, _sentence(dict(item), path)
-
-
-def _sentence(item: Mapping[str, Any], path: KeyPath) -> str:
-    fields = _fields(path[:-1])
-    if item["type"] == "extra_forbidden":
-        return f'Unknown key "{dotted(path)}"; {choices(str(path[-1]), fields)}.'
-    if item["type"] == "missing":
-        return f'The key "{dotted(path)}" is missing: {fields[str(path[-1])].description}'
-    if not path:
-        return f"A site profile must be a mapping of keys such as description, scheduler, node; it is {show(item['input'])}."
-    if item["type"] == "ranks":
-        return f"{dotted(path)} {item['msg']}."
-    return f"{dotted(path)} is {show(item['input'])}, but {_rule(item, path)}."
-
-
-def _rule(item: Mapping[str, Any], path: KeyPath) -> str:
-    context = item.get("ctx", {})
-    if item["type"] == "string_pattern_mismatch":
-        return f"must be {_PATTERNS.get(str(path[-1]), 'text in one line')}"
-    if item["type"] == "literal_error":
-        legal = [part.strip("' ") for part in context["expected"].replace(" or ", ",").split(",")]
-        near = nearest(str(item["input"]), legal)
-        return rule(item) + (f"; the nearest is '{near}'" if near else "")
-    bound = context.get("ge")
-    return rule(item) + ("" if bound is None else f"; the nearest legal value is {show(bound)}")
-
-
-def _fields(path: KeyPath) -> Mapping[str, Any]:
-    """Return the fields of the section at a path of the schema; empty if there is no section."""
-    kind: Any = SiteProfile
-    for part in path:
-        if _is_section(kind):
-            field = kind.model_fields.get(part)
-            kind = None if field is None else field.annotation
-        else:  # an item of a list, or of a mapping by name
-            kind = get_args(kind)[0 if get_origin(kind) is tuple else -1] if get_args(kind) else None
-        kind = next((inner for inner in get_args(kind) if _is_section(inner) and get_args(kind)[-1] is type(None)), kind)
-    return kind.model_fields if _is_section(kind) else {}
-
-
-def _is_section(kind: Any) -> bool:
-    return isinstance(kind, type) and issubclass(kind, BaseModel)
-
-
-def _meant(path: KeyPath) -> KeyPath | None:
-    """Return the most similar key of the same mapping; None if no key is similar."""
-    near = nearest(str(path[-1]), _fields(path[:-1]))
-    return None if near is None else (*path[:-1], near)
-
-
 # Link to the folder at the top of the repository; a wheel contains the files themselves.
 INSTALLED = Path(__file__).parents[1] / "examples" / "jobs" / "sites"
 _EXTENDS = "extends"
@@ -308,8 +252,8 @@ def read_site(name: str, environ: Mapping[str, str] = os.environ) -> Site:
     try:
         return Site(name, known[name], SiteProfile.model_validate(data))
     except ValidationError as error:
-        sentences = [str(source.error(path, sentence)) for path, sentence in faults(error)]
-    raise ConfigError("\n".join(dict.fromkeys(sentences)))
+        faults = faults_of(error, SiteProfile)
+    raise error_of(faults, source)
 
 
 def _extended(path: Path, environ: Mapping[str, str], below: tuple[Path, ...]) -> tuple[Any, dict[KeyPath, str]]:

@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 
-from hpctrain.config.load import dump, keys_schema, known_paths, parse, section_at, show
+from hpctrain.config.load import dump, keys_schema, known_paths, parse, section_at
 from hpctrain.config.schema import Config, PlanConfig
 from hpctrain.config.values import Named
+from hpctrain.core.answers import show
 from hpctrain.core.errors import ConfigError
 from tests.support.sampling import amount
 
@@ -123,7 +124,7 @@ def test_options_are_plain_and_finite(value):
     with pytest.raises(ValidationError) as caught:
         Config.model_validate(changed("model", {"name": "small", "odd": value}))
     (error,) = caught.value.errors()
-    assert (error["loc"], error["ctx"]["option"]) == (("model",), "odd")
+    assert (error["loc"], error["ctx"]["key"]) == (("model",), "odd")
 
 
 def test_sections_refuse_unknown_keys_and_named_ones_do_not():

@@ -23,9 +23,10 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, Field, ValidationError
 
 from hpctrain.core import errors, user_code
+from hpctrain.core.answers import rule_of
 from hpctrain.core.errors import ConfigError, HpctrainError, OptionError
 from hpctrain.core.registry import Registry, check_options, options_of
-from hpctrain.core.text import choices, joined, nearest, rule
+from hpctrain.core.text import choices, joined, nearest
 from hpctrain.data.augmentations.base import Augmentation
 from hpctrain.nn.layers import Layer
 from hpctrain.optim.base import Optimizer
@@ -560,11 +561,11 @@ class Section(BaseModel, extra="forbid", strict=True):
 def test_an_error_of_pydantic_is_the_second_half_of_a_sentence(values: dict[str, Any], words: str) -> None:
     with pytest.raises(ValidationError) as caught:
         Section.model_validate(values)
-    assert rule(caught.value.errors()[0]) == words
+    assert rule_of(caught.value.errors()[0]) == words
 
 
 def test_an_error_of_the_program_keeps_its_sentence() -> None:
-    assert rule({"type": "option", "msg": "The lr is -1, but must be positive."}) == "The lr is -1, but must be positive."
+    assert rule_of({"type": "option", "msg": "The lr is -1, but must be positive."}) == "The lr is -1, but must be positive."
 
 
 def test_alternatives_are_one_rule() -> None:

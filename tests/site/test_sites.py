@@ -46,7 +46,7 @@ def test_ranks_fit_a_node(cores: int, most: int | None, ranks: int) -> None:
     if ranks <= limit:
         assert NodeFields(cores=cores, ranks=ranks, most_ranks=most).limit == limit
     else:
-        with pytest.raises(ValidationError, match=f"the nearest legal value is {limit}"):
+        with pytest.raises(ValidationError, match=f"must have at most {limit} ranks"):
             NodeFields(cores=cores, ranks=ranks, most_ranks=most)
 
 

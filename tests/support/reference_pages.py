@@ -17,7 +17,8 @@ from pydantic_core import PydanticUndefined
 
 from hpctrain.assembly.options import FOLLOWING, Choice, choices
 from hpctrain.cli.main import cli
-from hpctrain.config.load import known_paths, section_at, show
+from hpctrain.config.load import known_paths, section_at
+from hpctrain.core.answers import show
 from hpctrain.core.yaml_source import KeyPath, dotted
 from hpctrain.doctor.job import CHECKS, JOB_KINDS
 from hpctrain.storage.atomic_write import write_text

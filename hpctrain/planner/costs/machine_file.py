@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from types import UnionType
@@ -19,11 +19,11 @@ from pydantic import BaseModel, Field, ValidationError, field_validator, model_v
 from pydantic_core import PydanticCustomError
 
 from hpctrain.config import examples
-from hpctrain.config.load import show
 from hpctrain.config.values import Integer, Number, Section, Text
+from hpctrain.core.answers import Fault, error_of, faults_of
 from hpctrain.core.errors import ConfigError
 from hpctrain.core.files import TEXT_BYTES, read_text
-from hpctrain.core.text import choices, nearest, rule
+from hpctrain.core.text import choices
 from hpctrain.core.yaml_source import KeyPath, Source, dotted, read_yaml
 from hpctrain.planner.costs.machine import Link, LinkSegment, Machine, OperatorClass, OperatorRate
 from hpctrain.storage.atomic_write import write_text
@@ -57,7 +57,7 @@ class LinkFields(Section):
     def _rise(cls, segments: tuple[SegmentFields, ...]) -> tuple[SegmentFields, ...]:
         begins = [segment.from_bytes for segment in segments]
         if begins[0] != 0:
-            raise PydanticCustomError("segments", "must begin at 0 bytes; the nearest legal value of the first from_bytes is 0")
+            raise PydanticCustomError("segments", "must begin at 0 bytes; set the first from_bytes to 0")
         if sorted(set(begins)) != begins:
             raise PydanticCustomError("segments", "must be in ascending order of from_bytes")
         return segments
@@ -141,11 +141,13 @@ class MachineFields(Section):
     @model_validator(mode="after")
     def _cards(self) -> MachineFields:
         if self.ranks_per_card > self.ranks_per_node:
-            rule = "must be at most ranks_per_node, {most}; the nearest legal value is {most}"
-            raise PydanticCustomError("ranks_per_card", rule, {"most": self.ranks_per_node})
+            context = {"key": "ranks_per_card", "value": self.ranks_per_card, "most": self.ranks_per_node}
+            raise PydanticCustomError("ranks_per_card", "must be at most ranks_per_node, {most}", context)
         if self.single_thread_rates is not None and self.cores_per_rank < 2:
             rule = "require at least 2 cores_per_rank, but the file has {cores}; remove single_thread_rates"
-            raise PydanticCustomError("single_thread_rates", rule, {"cores": f"{self.cores_per_rank:.12g}"})
+            raise PydanticCustomError(
+                "single_thread_rates", rule, {"key": "single_thread_rates", "cores": f"{self.cores_per_rank:.12g}"}
+            )
         return self
 
     def machine(self, sources: dict[str, str]) -> Machine:
@@ -211,17 +213,18 @@ def parse(text: str, label: str = "machine") -> Machine:
     data, places = read_yaml(text, label)
     reader = _Reader(places)
     values = reader.section(MachineFields, data, (), "")
-    source = Source(label, places)
-    faults: list[tuple[KeyPath, str]] = []
+    source = Source(label, reader.places)
     try:
         fields = MachineFields.model_validate(values)
     except ValidationError as error:
-        faults = list(_faults(error))
-    # Missing sources are reported only if all numbers are valid.
-    how = 'write {value: ..., source: ...} with source "measured" or the origin of the number, or add a source to its section.'
-    faults = faults or [(path, f"{dotted(path)} has no source; {how}") for path in reader.without_source]
+        faults = faults_of(error, MachineFields)
+    else:  # missing sources are reported only if all numbers are valid
+        how = (
+            '; write {value: ..., source: ...} with source "measured" or the origin of the number, or add a source to its section'
+        )
+        faults = [Fault(path, "has no source", hint=how) for path in reader.without_source]
     if faults:
-        raise ConfigError("\n".join(str(source.error(reader.place(path), sentence)) for path, sentence in faults))
+        raise error_of(faults, source)
     return fields.machine(reader.sources)
 
 
@@ -264,13 +267,13 @@ class _Reader:
     Attributes:
         sources: source of each number, by dotted key.
         without_source: paths of numbers without a source.
+        places: position of each value, by its path without the key `value`.
     """
 
     def __init__(self, places: Mapping[KeyPath, str]) -> None:
         self.sources: dict[str, str] = {}
         self.without_source: list[KeyPath] = []
-        self._places = places
-        self._wrapped: set[KeyPath] = set()
+        self.places = dict(places)
 
     def section(self, schema: type[BaseModel], data: Any, path: KeyPath, source: str) -> Any:
         """Return the values of a section by its schema, without the section's source and all inner sources.
@@ -291,20 +294,13 @@ class _Reader:
 
     def _number(self, data: Any, path: KeyPath, source: str) -> Any:
         if isinstance(data, Mapping) and set(data) <= {"value", "source"} and "value" in data:
-            self._wrapped.add(path)
+            self.places[path] = self.places.get((*path, "value"), self.places[path])
             source, data = _words(data.get("source"), source), data["value"]
         if source:
             self.sources[dotted(path)] = source
         else:
             self.without_source.append(path)
         return data
-
-    def place(self, path: KeyPath) -> KeyPath:
-        """Return the path in the file that corresponds to a path of the schema."""
-        for length in range(1, len(path) + 1):
-            if path[:length] in self._wrapped:
-                return (*path[:length], "value", *path[length:])
-        return path
 
 
 def _words(value: Any, otherwise: str) -> str:
@@ -320,53 +316,6 @@ def _section_type(annotation: Any) -> type[BaseModel] | None:
     """Return the class of a section from its annotation `Section` or `Section | None`; None for other annotations."""
     kinds = get_args(annotation) if isinstance(annotation, UnionType) else (annotation,)
     return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
-
-
-def _schema_at(path: KeyPath) -> type[BaseModel] | None:
-    """Return the section of the schema at a path; None if there is none. An index into a list leads to the type of its items."""
-    kind: Any = MachineFields
-    for key in path:
-        if isinstance(key, int):
-            kind = get_args(kind)[0]
-        else:
-            section = _section_type(kind)
-            field = None if section is None else section.model_fields.get(key)
-            kind = None if field is None else field.annotation
-    return _section_type(kind)
-
-
-def _faults(error: ValidationError) -> Iterator[tuple[KeyPath, str]]:
-    """Yield (path, sentence) for each fault. A misspelt key and the missing key count as one fault."""
-    items = error.errors(include_url=False)
-    paths = [tuple(item["loc"]) for item in items]
-    meant = {_meant(path) for item, path in zip(items, paths, strict=True) if item["type"] == "extra_forbidden"}
-    for item, path in zip(items, paths, strict=True):
-        if item["type"] == "missing" and path in meant:
-            continue
-        yield path, _sentence(dict(item), path)
-
-
-def _sentence(item: Mapping[str, Any], path: KeyPath) -> str:
-    schema = _schema_at(path[:-1])
-    fields = schema.model_fields if schema is not None else {}
-    if item["type"] == "extra_forbidden":
-        return f'Unknown key "{dotted(path)}"; {choices(str(path[-1]), fields)}.'
-    if item["type"] == "missing":
-        return f'The key "{dotted(path)}" is missing: {fields[str(path[-1])].description}'
-    if item["type"] in ("ranks_per_card", "single_thread_rates"):
-        return f"{item['type']} {item['msg']}."
-    if not path:
-        return f"A machine file must be a mapping with keys such as name, nodes and within, but it is {show(item['input'])}."
-    context = item.get("ctx", {})
-    bound = context.get("ge")
-    hint = "" if bound is None else f"; the nearest legal value is {show(bound)}"
-    return f"{dotted(path)} is {show(item['input'])}, but {rule(item)}{hint}."
-
-
-def _meant(path: KeyPath) -> KeyPath | None:
-    schema = _schema_at(path[:-1])
-    near = nearest(str(path[-1]), schema.model_fields if schema is not None else ())
-    return None if near is None else (*path[:-1], near)
 
 
 def _with_sources(schema: type[BaseModel], values: Mapping[str, Any], machine: Machine, prefix: str) -> dict[str, Any]:
