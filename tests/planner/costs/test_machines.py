@@ -570,28 +570,6 @@ def test_the_effect_of_threads_is_measured_if_all_ranks_use_several_cores_fully(
         assert machine.node_bytes_per_second == math.inf
 
 
-@pytest.mark.parametrize(
-    ("cores", "key", "sentence"),
-    [
-        (
-            "1",
-            "convolution",
-            "single_thread_rates require at least 2 cores_per_rank, but the file has 1; remove single_thread_rates.",
-        ),
-        ("2", "convolutoin", 'Unknown key "single_thread_rates.convolutoin"; the nearest is "convolution"'),
-    ],
-)
-def test_a_fault_of_an_optional_section_is_one_sentence(cores: str, key: str, sentence: str) -> None:
-    """Find errors of an optional section that lose their line or their nearest key."""
-    rates = TEXT[TEXT.index("\nrates:") :].replace("rates:", "single_thread_rates:", 1).replace("convolution:", f"{key}:", 1)
-    text = (TEXT + rates).replace("cores_per_rank: {value: 1,", f"cores_per_rank: {{value: {cores},")
-    with pytest.raises(ConfigError) as fault:
-        machine_file.parse(text, "m.yaml")
-    (line,) = str(fault.value).splitlines()
-    assert line.startswith("m.yaml:")
-    assert sentence in line
-
-
 @pytest.mark.parametrize("threads", [1, 3])
 def test_threads_copy_in_laps_with_other_ranks(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Find a lap that does not call `before`, or that does not wait for its threads."""
