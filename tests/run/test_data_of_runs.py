@@ -25,7 +25,7 @@ from hpctrain.comm.groups import node_numbers
 from hpctrain.comm.shared_memory import SharedMemory
 from hpctrain.config.load import parse
 from hpctrain.config.schema import CacheConfig
-from hpctrain.core.errors import ConfigError, DataError, HpctrainError
+from hpctrain.core.errors import DataError, HpctrainError
 from hpctrain.data import pipeline as batch_threads
 from hpctrain.data.cache import ReadCounts, SampleCache, bytes_for, summed
 from hpctrain.data.image_file import DataFacts, ImageFile, synthetic_file
@@ -38,7 +38,7 @@ from hpctrain.job.session import Session
 from hpctrain.launch.process_end import STOPPED
 from hpctrain.launch.threads import ThreadPlan
 from hpctrain.run import data_cache
-from hpctrain.run.data_cache import cache_of, fill, give_levels
+from hpctrain.run.data_cache import fill, give_levels
 from hpctrain.run.images import make_loader
 from hpctrain_testing.faults import Fault, prepare, run_fault
 from hpctrain_testing.run import Outcome, clean_environment, run_job
@@ -246,16 +246,6 @@ def test_ranks_that_cannot_share_memory_keep_their_own_parts(folder: Path, expec
     assert note.startswith(
         "data train.h5: 41 % of the samples stay in memory of each rank, as the ranks of a node cannot share it ("
     )
-
-
-@pytest.mark.parametrize(
-    ("value", "words"),
-    [({"memroy": 1}, "there is no key 'memroy'"), ({"memory": "much"}, 'memory must be "auto", or a size'), (3, "it must be")],
-)
-def test_the_error_says_what_is_wrong(value: object, words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
-        cache_of(value)
-    assert cache_of(False) == CacheConfig(memory=0)
 
 
 _JOB = """
