@@ -42,7 +42,7 @@ from hpctrain.core.errors import (
     HpctrainError,
 )
 from hpctrain.core.files import path_of
-from hpctrain.core.registry import check_counts, check_types, checked_calls
+from hpctrain.core.registry import check_counts, check_types
 from hpctrain.core.text import choices
 from hpctrain.core.yaml_source import Source
 from hpctrain.flight.recorder import FlightRecorder
@@ -73,7 +73,6 @@ _PROGRESS = tuple(str(mode) for mode in ProgressMode)
 
 
 @contextlib.contextmanager
-@checked_calls
 def start(
     *,
     batch: int,
@@ -249,7 +248,6 @@ def _keep(flight: FlightRecorder, directory: str | Path | None, world: Communica
         _log.warning(warning)
 
 
-@checked_calls
 def train(
     config: str | os.PathLike[str] | Mapping[str, Any],
     /,
@@ -393,7 +391,6 @@ def _same_environment() -> Iterator[None]:
                 os.environ[name] = value
 
 
-@checked_calls
 def model(name: str, **options: Any) -> Layer:
     """Return a model of the catalogue, such as "resnet18" (see `hpctrain list models`).
 
@@ -404,7 +401,6 @@ def model(name: str, **options: Any) -> Layer:
     return catalogue.build(name, options)
 
 
-@checked_calls
 def schedule(
     name: str, *, base_lr: float, epochs: int, steps_per_epoch: int, warmup_epochs: float = 0.0, **options: Any
 ) -> LearningRateSchedule:

@@ -381,7 +381,7 @@ def test_an_error_of_a_training_has_the_frame_of_the_call_only() -> None:
     with pytest.raises(hpctrain.HpctrainError, match="nearest known key") as raised:
         hpctrain.train({"modle": "small"})
     frames = [frame.name for frame in traceback.extract_tb(raised.value.__traceback__)]
-    assert frames[1:] == ["called", "train"]
+    assert frames[1:] == ["train"]
     assert raised.value.__suppress_context__
 
 

@@ -121,19 +121,15 @@ def section_at(schema: type[BaseModel], path: KeyPath) -> type[BaseModel] | None
     """Return the section of a schema at a path; None if there is no section. Items of lists and mappings are of one type."""
     kind: Any = schema
     for part in path:
-        if _is_section(kind):
-            field = kind.model_fields.get(part)
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            field = kind.model_fields.get(str(part))
             kind = None if field is None else field.annotation
         else:
             inner = get_args(kind) or (None,)
             kind = inner[0] if get_origin(kind) is tuple else inner[-1]
         if get_origin(kind) in (Union, UnionType):
-            kind = next((member for member in get_args(kind) if _is_section(member)), kind)
-    return kind if _is_section(kind) else None
-
-
-def _is_section(kind: Any) -> bool:
-    return isinstance(kind, type) and issubclass(kind, BaseModel)
+            kind = next((member for member in get_args(kind) if isinstance(member, type) and issubclass(member, BaseModel)), kind)
+    return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
 
 
 def _sibling(schema: type[BaseModel], path: KeyPath) -> KeyPath | None:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import importlib
 import inspect
 import json
-import math
 import operator
 import os
 import pkgutil
@@ -21,7 +20,7 @@ import re
 import sys
 from abc import ABCMeta
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Sized
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import is_dataclass
 from functools import cache, partial, wraps
 from pathlib import Path
@@ -33,7 +32,7 @@ from pydantic import PydanticUserError, TypeAdapter, ValidationError
 from hpctrain.core import user_code
 from hpctrain.core.answers import rule_of
 from hpctrain.core.errors import ConfigError, HpctrainError, OptionError
-from hpctrain.core.text import MISSPELT, SYNONYMS, choices, counted, joined, nearest, shortened
+from hpctrain.core.text import MISSPELT, SYNONYMS, choices, joined, nearest, shortened
 
 T = TypeVar("T")
 
@@ -285,7 +284,7 @@ def check_counts(*optional: str, **counts: tuple[Any, int]) -> None:
         counts: pairs (value, minimum) by the name of the argument.
 
     Raises:
-        ConfigError: an argument is not. The message has its name, its value and the nearest legal value.
+        ConfigError: an argument is not. The message has its name and its value.
     """
     for name, (value, least) in counts.items():
         if value is None and name in optional:
@@ -295,9 +294,7 @@ def check_counts(*optional: str, **counts: tuple[Any, int]) -> None:
                 continue
         except TypeError:  # no integer, or an array of several
             pass
-        meant = _nearest_value(value, int)
-        near = max(least, meant if isinstance(meant, int) else int(value) if _is_bool(value) or _test(int)(value) else least)
-        raise ConfigError(f"{name} is {value!r}, but must be an integer of at least {least}; the nearest legal value is {near}.")
+        raise ConfigError(f"{name} is {value!r}, but must be an integer of at least {least}.")
 
 
 #: words for a type in messages of `check_types`: one value, and several
@@ -310,8 +307,6 @@ _TYPE_WORDS: dict[object, tuple[str, str]] = {
     bool: ("True or False", "truth values"),
     type(None): ("None", "None"),
 }
-#: legal values in messages about parameters that have no default
-_EXAMPLES: dict[object, str] = {int: "1", float: "0.1", bool: "True", Mapping: "{}", Sequence: "[]", tuple: "(1, 1)"}
 
 
 def check_types(function: Callable[..., Any], arguments: Mapping[str, Any], **legal: str) -> None:
@@ -321,90 +316,16 @@ def check_types(function: Callable[..., Any], arguments: Mapping[str, Any], **le
 
     Args:
         arguments: arguments by name; names that are no parameters are ignored.
-        legal: legal value by name, for the message; default: the nearest value of the type, else the parameter's default.
+        legal: legal value by name, for the message.
 
     Raises:
-        ConfigError: an argument has another type. The message has its name, its value and a legal value.
+        ConfigError: an argument has another type. The message has its name and its value.
     """
     types, parameters = _types(function), inspect.signature(function).parameters
     for name, value in arguments.items():
         expected = types.get(name, Any)
         if name in parameters and not _test(expected)(value):
-            raise _wrong_type(name, value, expected, parameters[name].default, legal.get(name))
-
-
-Checked = TypeVar("Checked", bound=Callable[..., Any])
-
-
-def checked_calls(target: Checked) -> Checked:
-    """Decorate a function, or a class's constructor and public methods, so that wrong calls raise a ConfigError.
-
-    A call is wrong if it passes an unknown parameter, too many arguments or one argument twice, or lacks a required argument.
-    """
-    if inspect.isclass(target):
-        for name, function in list(vars(target).items()):
-            if inspect.isfunction(function) and (name == "__init__" or not name.startswith("_")):
-                setattr(target, name, checked_calls(function))
-        return target
-
-    @wraps(target)
-    def called(*arguments: Any, **keywords: Any) -> Any:
-        try:
-            return target(*arguments, **keywords)
-        except TypeError:
-            wrong = wrong_call(target, arguments, keywords)
-            if wrong is None:
-                raise
-            raise wrong from None
-
-    return cast(Checked, called)
-
-
-def wrong_call(
-    function: Callable[..., Any], arguments: Sequence[Any], keywords: Mapping[str, Any], name: str | None = None
-) -> ConfigError | None:
-    """Return the error for a call whose arguments do not match the parameters of a function; None if they match.
-
-    Args:
-        arguments: positional arguments, for a method with the object first.
-        name: name of the function in the message; default: its own, with its class.
-    """
-    parameters = list(inspect.signature(function).parameters.values())
-    if parameters and parameters[0].name == "self":
-        parameters, arguments = parameters[1:], arguments[1:]
-    try:
-        inspect.Signature(parameters).bind(*arguments, **keywords)
-    except TypeError:
-        pass
-    else:
-        return None
-    name = name or function.__qualname__.removesuffix(".__init__")
-    by_place = [one.name for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
-    by_name = [one.name for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
-    open_ended = any(one.kind is one.VAR_KEYWORD for one in parameters)
-    placed = by_place[: len(arguments)]
-    unknown = [] if open_ended else [key for key in keywords if key not in by_name]
-    if unknown:
-        near = nearest(unknown[0], by_name)
-        advice = f"the nearest is {near}" if near else f"its parameters are {', '.join(by_name)}" if by_name else "it has none"
-        return ConfigError(f"{name} has no parameter {unknown[0]}; {advice}.")
-    if len(arguments) > len(by_place):
-        most, extra = len(by_place), shortened(arguments[len(by_place)])
-        others = [key for key in by_name if key not in by_place and key not in keywords]
-        advice = f"name the others, as in {others[0]}={extra}" if others else f"write {name}({', '.join(by_place)})"
-        accepted = f"at most {counted(most, 'argument')}{' without a name' if others else ''}" if most else "no arguments"
-        if others and not most:
-            accepted = "no arguments without a name"
-        return ConfigError(f"{name} accepts {accepted}, but the call has {len(arguments)}; {advice}.")
-    twice = [key for key in placed if key in keywords]
-    if twice:
-        return ConfigError(f"{name} receives {twice[0]} twice, without and with its name; leave one of them out.")
-    required = [one for one in parameters if one.default is one.empty and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)]
-    missing = [one.name for one in required if one.name not in placed and one.name not in keywords]
-    form = ", ".join(f"{one.name}=..." if one.kind is one.KEYWORD_ONLY else one.name for one in required)
-    *first, last = missing
-    words = f"{', '.join(first)} and " if first else ""
-    return ConfigError(f"{name} needs {words}{last}; write {name}({form}).")
+            raise _wrong_type(name, value, expected, legal.get(name))
 
 
 class CheckedArguments(ABCMeta):
@@ -454,7 +375,7 @@ def _with_checked_result(cls: type, method: Callable[..., Any], declared: Callab
 
 
 def _with_checked_types(cls: type, constructor: Callable[..., None]) -> Callable[..., None]:
-    """Return a constructor that raises unless its arguments match its parameters and their annotated types."""
+    """Return a constructor that raises unless its arguments have the annotated types of its parameters."""
     parameters = dict(inspect.signature(constructor).parameters)
     del parameters[next(iter(parameters))]  # self
     by_place = [name for name, parameter in parameters.items() if parameter.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
@@ -462,32 +383,15 @@ def _with_checked_types(cls: type, constructor: Callable[..., None]) -> Callable
     # A network has hundreds of layers, so most arguments must pass by a comparison of their type alone.
     usual: dict[str, frozenset[type]] = {}
 
-    def complete() -> None:  # at the first call, when a dataclass is complete
-        types.update(_types(cls if is_dataclass(cls) else constructor))
-        usual.update({name: _usual_types(types.get(name, Any)) for name in parameters})
-
-    def check(name: str, value: Any) -> None:
-        if name in types and not _test(types[name])(value):
-            raise _wrong_type(name, value, types[name], parameters[name].default, owner=f" of {cls.__name__}")
-
     @wraps(constructor)
     def checked(self: Any, *arguments: Any, **keywords: Any) -> None:
-        if parameters and not usual:
-            complete()
-        for name, value in zip(by_place, arguments, strict=False):
-            if type(value) not in usual[name]:
-                check(name, value)
-        for name, value in keywords.items():
-            if name in usual and type(value) not in usual[name]:
-                check(name, value)
-        try:
-            constructor(self, *arguments, **keywords)
-        except TypeError:
-            kind = type(self) if type(self).__init__ is checked else cls
-            wrong = wrong_call(constructor, (self, *arguments), keywords, kind.__name__)
-            if wrong is None:
-                raise
-            raise wrong from None
+        if parameters and not usual:  # at the first call, when a dataclass is complete
+            types.update(_types(cls if is_dataclass(cls) else constructor))
+            usual.update({name: _usual_types(types.get(name, Any)) for name in (*parameters, *types)})
+        for name, value in (*zip(by_place, arguments, strict=False), *keywords.items()):
+            if name in types and type(value) not in usual[name] and not _test(types[name])(value):
+                raise _wrong_type(name, value, types[name], owner=f" of {cls.__name__}")
+        constructor(self, *arguments, **keywords)
 
     return checked
 
@@ -499,33 +403,14 @@ def _usual_types(expected: Any) -> frozenset[type]:
     return frozenset(plain | ({int} if float in plain else set()))
 
 
-def _wrong_type(name: str, value: Any, expected: Any, default: Any, legal: str | None = None, *, owner: str = "") -> ConfigError:
-    """Return the error for an argument of a wrong type.
-
-    Args:
-        default: default of the parameter; `inspect.Parameter.empty` if it has none.
-        legal: legal value for the message, used if no value is near.
-        owner: words after the name, such as " of Conv2d".
-    """
+def _wrong_type(name: str, value: Any, expected: Any, legal: str | None = None, *, owner: str = "") -> ConfigError:
+    """Return the error for an argument of a wrong type; `owner` follows its name, as in "kernel of Conv2d"."""
     parameter, (name, value, expected) = name, _wrong_item(name, value, expected)
-    if name != parameter:  # the default and the legal value are of the whole parameter
-        default, legal = inspect.Parameter.empty, None
-    near, kind = _nearest_value(value, expected), _members(expected)[0]
-    origin = get_origin(kind) or kind
-    if near is not None:
-        plain = not isinstance(near, list) or isinstance(value, str | int | float)
-        advice = f"the nearest legal value is {near!r}" if plain else "the nearest legal value is a list that contains it"
-    elif inspect.isclass(value) and inspect.isclass(origin) and issubclass(value, origin):
-        advice = f"call the class, as in {value.__name__}()"
-    elif legal is not None:
-        advice = f"use {legal}"
-    elif default is not inspect.Parameter.empty:
-        advice = f"the default is {default!r}"
-    elif origin in _EXAMPLES:
-        advice = f"use {_EXAMPLES[origin]}, for example"
-    else:
-        advice = f"use an object of {origin.__module__}.{origin.__qualname__}"
-    return ConfigError(f"{name}{owner} is {shortened(value)}, but must be {_words(expected)}; {advice}.")
+    kind = get_origin(_members(expected)[0]) or _members(expected)[0]
+    advice = "" if legal is None or name != parameter else f"; use {legal}"
+    if inspect.isclass(value) and inspect.isclass(kind) and issubclass(value, kind):
+        advice = f"; call the class, as in {value.__name__}()"
+    return ConfigError(f"{name}{owner} is {shortened(value)}, but must be {_words(expected)}{advice}.")
 
 
 def _wrong_item(name: str, value: Any, expected: Any) -> tuple[str, Any, Any]:
@@ -575,7 +460,8 @@ def _test(expected: Any) -> Callable[[Any], bool]:
     if origin is Literal:
         return lambda value: any(type(value) is type(legal) and value == legal for legal in inner)
     if origin in (tuple, Sequence):
-        return partial(_is_sequence, kinds=tuple(map(_test_or_ellipsis, inner if origin is tuple else (*inner, ...))))
+        kinds = inner if origin is tuple else (*inner, ...)
+        return partial(_is_sequence, kinds=tuple(kind if kind is ... else _test(kind) for kind in kinds))
     if origin is Mapping and inner:
         of_key, of_value = _test(inner[0]), _test(inner[1])
         return lambda value: isinstance(value, Mapping) and all(of_key(key) and of_value(item) for key, item in value.items())
@@ -587,14 +473,16 @@ def _test(expected: Any) -> Callable[[Any], bool]:
     return lambda value: isinstance(value, origin)
 
 
-def _test_or_ellipsis(expected: Any) -> Any:
-    return expected if expected is ... else _test(expected)
-
-
 def _is_number(value: Any, kind: type[int] | type[float]) -> bool:
     if type(value) in (kind, int):
         return True
-    return not _is_bool(value) and not isinstance(value, str | bytes) and _converts(value, kind)
+    if _is_bool(value) or isinstance(value, str | bytes):
+        return False
+    try:
+        operator.index(value) if kind is int else float(value)
+    except (TypeError, ValueError, OverflowError):
+        return False
+    return True
 
 
 def _is_sequence(value: Any, kinds: tuple[Any, ...]) -> bool:
@@ -610,31 +498,6 @@ def _is_sequence(value: Any, kinds: tuple[Any, ...]) -> bool:
 
 def _is_bool(value: Any) -> bool:
     return type(value).__name__ in ("bool", "bool_")  # NumPy's types have these names
-
-
-def _converts(value: Any, kind: type[int] | type[float]) -> bool:
-    try:
-        operator.index(value) if kind is int else float(value)
-    except (TypeError, ValueError, OverflowError):
-        return False
-    return True
-
-
-def _nearest_value(value: Any, expected: Any) -> Any:
-    """Return the value of an annotated type that the user probably meant, such as 0.05 for "0.05"; None if there is none."""
-    for member in _members(expected):
-        if member in (int, float) and isinstance(value, str | float):
-            with suppress(ValueError, OverflowError):
-                number = float(value)
-                if math.isfinite(number):
-                    return round(number) if member is int or number.is_integer() else number
-        if get_origin(member) is Literal and isinstance(value, str):
-            near = nearest(value, [legal for legal in get_args(member) if isinstance(legal, str)])
-            if near is not None:
-                return near
-        if get_origin(member) is Sequence and _test(member)([value]):
-            return [value]
-    return None
 
 
 def _words(expected: Any, several: bool = False) -> str:

@@ -27,7 +27,7 @@ import numpy as np
 from hpctrain.backend.pixels import PixelBatch
 from hpctrain.core.errors import DataError, ShapeError
 from hpctrain.core.intervals import Box, clip, relative, shape_of, size_of, whole
-from hpctrain.core.registry import check_counts, checked_calls
+from hpctrain.core.registry import check_counts
 from hpctrain.data.cache import SampleCache
 from hpctrain.data.image_file import ImageArray, ImageFile
 from hpctrain.data.pipeline import ImageSizes, Pipeline
@@ -185,7 +185,6 @@ class _Batches:
         return _Division(of_all_ranks, share, slice(first, first + sum(share.counts)), slice(own, own + of_all_ranks[self._rank]))
 
 
-@checked_calls
 class Loader(_Batches):
     """Batches of rank `rank` of `ranks`: whole images of its samples, or its tile of the images of its split group.
 
@@ -514,7 +513,6 @@ def _blocks(images: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
         yield begin, images[begin : begin + rows]
 
 
-@checked_calls
 class ArrayLoader(_Batches):
     """Batches of rank `rank` of `ranks` from arrays, divided like the batches of a `Loader`.
 

@@ -54,10 +54,6 @@ class Layer(metaclass=CheckedArguments):
     #: spatial window of the layer; None: pointwise or not spatial
     window: Window | None = None
 
-    def __init__(self) -> None:
-        """Accept no arguments. Defined so that the metaclass checks calls of subclasses without a constructor."""
-        super().__init__()
-
     def parameters(self) -> Mapping[str, ParameterSpec]:
         """Return the declared parameters by role ("weight", "bias"), in torchvision's order."""
         return {}

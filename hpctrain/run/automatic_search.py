@@ -21,7 +21,7 @@ from hpctrain.comm.base import Communicator, Subject, compare, raise_on_all_rank
 from hpctrain.config.schema import SYNTHETIC, Config
 from hpctrain.core.errors import ConfigError, DataError
 from hpctrain.core.files import read_text
-from hpctrain.core.registry import check_counts, check_types, checked_calls
+from hpctrain.core.registry import check_counts, check_types
 from hpctrain.core.text import shortened
 from hpctrain.job.automatic_choice import (
     CHOICE_META,
@@ -133,7 +133,6 @@ def _words(choice: SearchChoice) -> str:
 Choice = str | Mapping[str, Any]
 
 
-@checked_calls
 @dataclass(frozen=True)
 class Automatic:
     """Network built in Python whose grid, plan and averager are chosen by a search.

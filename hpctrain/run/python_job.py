@@ -25,7 +25,7 @@ from hpctrain.comm.base import Communicator, Subject, compare, raise_on_all_rank
 from hpctrain.config.schema import CacheConfig, NonFiniteConfig
 from hpctrain.core.errors import CheckpointError, ConfigError, DataError, DivergedError, ShapeError
 from hpctrain.core.files import path_of
-from hpctrain.core.registry import check_counts, check_options, check_types, checked_calls
+from hpctrain.core.registry import check_counts, check_options, check_types
 from hpctrain.data.image_file import ImageFile, described, differences
 from hpctrain.data.loader import ArrayLoader, Loader, as_samples
 from hpctrain.data.pipeline import ImageSizes, Pipeline
@@ -185,7 +185,6 @@ class Stopped(BaseException):
     """Raised by `Job.stop` to leave the block of `start`. Not an Exception, so that `except Exception` does not catch it."""
 
 
-@checked_calls
 @dataclass(frozen=True)
 class Job(StartedRank):
     """A started rank of a job, which creates replicas, loaders and checkpoints. All methods are collective except `print`.

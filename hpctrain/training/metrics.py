@@ -19,7 +19,6 @@ from hpctrain.comm.base import Communicator, GradientSums
 from hpctrain.comm.progress import ProgressEngine, Ticket
 from hpctrain.comm.sums import tree_sums_over
 from hpctrain.core.intervals import ShardsOfRank
-from hpctrain.core.registry import checked_calls
 from hpctrain.core.text import LOG_COLUMNS
 
 #: factor of the checkpoint status, which shares one number with stop requests; sums below 2^53 are exact
@@ -162,7 +161,6 @@ class StepReduction:
         return StepTotals(loss, round(top1), round(top5), round(count), round(non_finite), stop, statistics, status, checks)
 
 
-@checked_calls
 @dataclass
 class RunningSums:
     """Sums over samples, for example of an epoch, an interval or an evaluation."""

@@ -23,7 +23,7 @@ from hpctrain.comm.base import Subject, compare
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.comm.transports import Transport
 from hpctrain.core.errors import BackendError, ConfigError, CorruptedStateError, DivergedError
-from hpctrain.core.registry import check_types, checked_calls
+from hpctrain.core.registry import check_types
 from hpctrain.core.text import counted, shortened
 from hpctrain.data.loader import Batch, BatchSource, LoaderRank
 from hpctrain.flight.recorder import FlightNotes, RunPhase
@@ -325,7 +325,6 @@ _without_warnings = np.errstate(over="ignore", invalid="ignore", divide="ignore"
 StrategyFactory = Callable[[PlannedGroup], Strategy]
 
 
-@checked_calls
 class Replica:
     """A rank's copy of a model, and the objects that train it.
 

@@ -374,7 +374,7 @@ def _line_of(text: str) -> int:
             "+ missing",
             ["unknown_name", "twice"],
         ),
-        ("model=fails.py:wrong_call", "Conv2d needs channels_out and kernel; write Conv2d(", "Conv2d(channels_in)", []),
+        ("model=fails.py:wrong_call", "Conv2d.__init__() missing 2 required", "Conv2d(channels_in)", ["wrong_call"]),
         ("model=fails.py:wrong_type", "channels_in of Conv2d is '3', but must be an integer", "Conv2d(str", []),
         ("model=fails.py:layer", "The code of fails.py fails: TypeError", "shape + 1", ["output_shape"]),
     ],

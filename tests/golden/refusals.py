@@ -100,7 +100,8 @@ def _programs() -> Iterator[Callable[[str], str]]:
         except SystemExit as left:
             return _answer(left, left.code, said.getvalue())
         except Exception as error:
-            return _answer(error, 2 if isinstance(error, HpctrainError) else 1, str(error))
+            said_once = str(error).partition(". Did you mean")[0]  # which Python adds from version 3.13 on
+            return _answer(error, 2 if isinstance(error, HpctrainError) else 1, said_once)
         return "accepted"
 
     with hpctrain.start(batch=8, progress="test") as job:

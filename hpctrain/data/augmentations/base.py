@@ -40,10 +40,6 @@ class Augmentation(metaclass=CheckedArguments):
     name: ClassVar[str]
     draws: ClassVar[int] = 0
 
-    def __init__(self) -> None:
-        """Accept no arguments. Defined so that the metaclass checks calls of subclasses without a constructor."""
-        super().__init__()
-
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
         if "name" not in vars(cls):
