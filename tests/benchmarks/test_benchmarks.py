@@ -122,9 +122,6 @@ def test_the_table_tells_everything() -> None:
     assert engine_report.peak_bytes(_run()["variants"]["onednn"]) == 10**8 + 2
 
 
-SHOWN = Path(__file__).parents[2] / "docs" / "images" / "step.svg"
-
-
 def _work(category: str, begin: float, length: float) -> dict[str, Any]:
     return {"ph": "X", "pid": 0, "tid": 0, "name": category, "cat": category, "ts": begin * 1e6, "dur": length * 1e6}
 
@@ -165,32 +162,6 @@ def test_bars_have_one_scale() -> None:
     bars = [float(bar.get("width", 0)) for bar in root.iter("{http://www.w3.org/2000/svg}rect") if bar.get("fill") == "#3f7fbf"]
     assert bars[1] == pytest.approx(4 * bars[0], rel=1e-3)
     assert bars[2] == 14, "the legend"
-
-
-def test_the_picture_of_the_pages_is_small_and_has_its_own_ground() -> None:
-    assert SHOWN.stat().st_size < 150_000
-    root = ElementTree.fromstring(SHOWN.read_text(encoding="utf-8"))
-    view = [float(number) for number in root.get("viewBox", "").split()]
-    ground = next(iter(root.iter("{http://www.w3.org/2000/svg}rect")))
-    assert [float(ground.get(side, 0)) for side in ("width", "height")] == view[2:]
-
-
-def _values(*, named: bool, seconds: float | None = 4.0) -> dict[str, object]:
-    return {
-        "ends": seconds is not None,
-        "seconds": seconds,
-        "code": None if seconds is None else 9,
-        "named": named,
-        "said": "words",
-    }
-
-
-def test_the_report_counts_what_ended_and_what_was_named() -> None:
-    values = {"a": _values(named=True), "b": _values(named=False), "c": _values(named=False, seconds=None)}
-    text = faults.markdown({"faults": values})
-    assert "| a | 4.0 | 9 | yes | words |" in text
-    assert "| c | never |  | no | words |" in text
-    assert "2 of 3 ended within 13 s of their start, 1 were named rightly." in text
 
 
 @pytest.mark.job

@@ -26,7 +26,6 @@ from hpctrain.config.load import known_paths, section_at
 from hpctrain.core.errors import ConfigError
 from hpctrain.core.yaml_source import dotted
 from hpctrain.models import sizes
-from hpctrain.process.start import load_config
 from hpctrain.site import profile
 from hpctrain.version import __version__
 from hpctrain_testing.run import clean_environment
@@ -295,29 +294,6 @@ def test_json_has_the_options_with_types_and_defaults() -> None:
     assert listed["step"]["options"]["gamma"]["default"] == 0.1
     assert listed["step"]["options"]["gamma"]["type"] == "number"
     assert listed["step"]["options"]["milestones_epochs"]["needed"]
-
-
-TEXT = """
-model: small
-data: {train: x.h5}
-batch: 8
-epochs: 1
-optimizer: {name: sgd, lr: 0.1}
-schedule: constant
-"""
-
-
-@pytest.fixture
-def file(tmp_path: Path) -> Path:
-    (tmp_path / "a.yaml").write_text(TEXT)
-    return tmp_path / "a.yaml"
-
-
-def test_overrides_are_applied_and_places_known(file: Path) -> None:
-    config, source = load_config(file, ("batch=9", "model.hidden=5"))
-    assert (config.batch, config.model.options, config.epochs) == (9, {"hidden": 5}, 1)
-    assert 'override "batch=9"' in str(source.locate(("batch",)))
-    assert "a.yaml:5" in str(source.locate(("epochs",)))
 
 
 def _versions(**environment: str) -> list[str]:

@@ -40,17 +40,18 @@ def write_idx(path, array):
 
 
 @pytest.fixture
-def data_file(tmp_path):
+def path(tmp_path):
     images = np.random.default_rng(0).integers(0, 256, (6, 7, 9, 3), np.uint8)
-    labels = np.array([0, 1, 1, 2, 2, 2])
+    images[4] = images[1]
+    labels = np.array([0, 0, 0, 2, 2, 2])
     write_data_file(tmp_path / "a.h5", 6, (7, 9, 3), ["ant", "bee", "cow"], [(images, labels)])
     return tmp_path / "a.h5"
 
 
-def test_info_shows_sizes_statistics_and_classes(data_file):
-    output = run("info", data_file)
+def test_info_shows_sizes_statistics_and_classes(path):
+    output = run("info", path)
     assert "6 of 7x9x3" in output
-    assert f"{ImageFile.open(data_file).mean[0]:.4f}" in output
+    assert f"{ImageFile.open(path).mean[0]:.4f}" in output
     assert "2  cow: 3" in output
 
 
@@ -316,15 +317,6 @@ def check(path, *options):
     """(exit code, standard output) of the command."""
     result = CliRunner().invoke(data, ["check", str(path), *options])
     return result.exit_code, result.stdout
-
-
-@pytest.fixture
-def path(tmp_path):
-    images = np.random.default_rng(0).integers(0, 256, (6, 7, 9, 3), np.uint8)
-    images[4] = images[1]
-    labels = np.array([0, 0, 0, 2, 2, 2])
-    write_data_file(tmp_path / "a.h5", 6, (7, 9, 3), ["ant", "bee", "cow"], [(images, labels)])
-    return tmp_path / "a.h5"
 
 
 def flip(path, sample):

@@ -128,19 +128,15 @@ data fetch: fashion-mnist --out file/data => file/data
 data info: . => . is a directory
 data check: nowhere.h5 => There is no data file nowhere.h5
 data convert idx: nowhere nowhere out.h5 => There is no IDX file nowhere
-data convert idx: file file out.h5 => file
 data convert idx: images.idx labels.idx out.h5 --class-names nowhere.txt => nowhere.txt
 data convert cifar: nowhere out.h5 --split train => nowhere
 data convert cifar: . out.h5 --split test => There are no CIFAR batches
 data convert hdf5: nowhere.h5 out.h5 --images x --labels y => nowhere.h5
-data convert hdf5: file out.h5 --images x --labels y => file
 data convert arrays: nowhere.npz out.h5 => There is no file of arrays nowhere.npz
 data convert arrays: file out.h5 => file
 data convert csv: nowhere.csv out.h5 --size 4 => There is no CSV file nowhere.csv
 data convert csv: file out.h5 --size 4 => has no column 'file'
 data convert npz: nowhere.npz out.h5 => There is no file nowhere.npz
-data convert npz: file out.h5 => file
-data convert folder: file out.h5 --size 4 => file
 data convert folder: photos file/out.h5 --size 4 => file/out.h5 cannot be written
 """
 #: that take nothing, and so does what follows; the doctor forks before it reads a file: see `tests/cli/test_doctor.py`

@@ -58,12 +58,6 @@ def test_a_process_that_is_alone_is_refused_where_more_ranks_are_expected(job: J
 
 
 @pytest.mark.slow
-def test_a_process_that_is_alone_trains_where_one_rank_is_expected(job: Job, folder: Path) -> None:
-    outcome = job(0, ["-m", "hpctrain", "train", "tiny.yaml"], cwd=folder, env={"HPCTRAIN_EXPECT_RANKS": "1"})
-    assert outcome.code == 0, outcome.output
-
-
-@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("local_rank", [0, 1])
 def test_ranks_that_are_alone_say_so_once_a_node(job: Job, folder: Path, local_rank: int) -> None:

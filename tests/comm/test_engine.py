@@ -35,13 +35,13 @@ class Countdown:
 
 
 class Switch:
-    """A handle that is complete once it is switched on."""
+    """Complete once it is open."""
 
     def __init__(self) -> None:
-        self.on = False
+        self.open = False
 
     def test(self) -> bool:
-        return self.on
+        return self.open
 
     def __str__(self) -> str:
         return "a switch"
@@ -249,21 +249,8 @@ def test_a_long_wait_sleeps_and_is_counted() -> None:
     assert engine.waited_seconds == before
 
 
-class _Gate:
-    """Complete once it is open."""
-
-    def __init__(self) -> None:
-        self.open = False
-
-    def test(self) -> bool:
-        return self.open
-
-    def __str__(self) -> str:
-        return "a switch"
-
-
 def test_tickets_start_in_order_and_say_where_they_stand() -> None:
-    queue, switch, begun = PostingQueue("row"), _Gate(), list[str]()
+    queue, switch, begun = PostingQueue("row"), Switch(), list[str]()
     first = queue.post(lambda: switch, "first")
     second = queue.post(lambda: begun.append("second") or Complete(), "second", [first])
     third = queue.post(lambda: begun.append("third") or Complete(), "third")
@@ -281,8 +268,8 @@ def test_tickets_start_in_order_and_say_where_they_stand() -> None:
 
 @pytest.mark.parametrize("window", [1, 2, 3])
 def test_a_window_holds_back_what_is_too_many(window: int) -> None:
-    queue, switches = PostingQueue("row", window), [_Gate() for _ in range(5)]
-    started: list[_Gate] = []
+    queue, switches = PostingQueue("row", window), [Switch() for _ in range(5)]
+    started: list[Switch] = []
     tickets: list[Ticket] = []
     for switch in switches:
         tickets.append(queue.post(lambda switch=switch: started.append(switch) or switch, "one"))  # type: ignore[misc]
@@ -296,7 +283,7 @@ def test_a_window_holds_back_what_is_too_many(window: int) -> None:
 
 
 def test_letting_messages_move_completes_nothing() -> None:
-    queue, switch = PostingQueue("row"), _Gate()
+    queue, switch = PostingQueue("row"), Switch()
     ticket = queue.post(lambda: switch, "one")
     switch.open = True
     queue.progress_once()
@@ -305,7 +292,7 @@ def test_letting_messages_move_completes_nothing() -> None:
     assert ticket.done
 
 
-class _Later(_Gate):
+class _Later(Switch):
     """Post something once it is opened."""
 
     operation = ""
@@ -332,7 +319,7 @@ def test_a_flight_record_hears_of_an_operation_once_it_is_with_the_transport(at_
     """Of one that waits for its device first it would have no size, and ranks could not be compared by it."""
     flight, later = _Heard(), _Later()
     queue = PostingQueue("row", flight=flight)
-    queue.post(_Gate, "first")
+    queue.post(Switch, "first")
     queue.post(lambda: later, "second")
     assert flight.history == ["started: a switch"]
     queue.collect()

@@ -1,7 +1,7 @@
 """The worked examples and formulas of docs/grid.md equal what the program computes, and a second calculation here."""
 
 import random
-from collections.abc import Iterator
+from itertools import accumulate, pairwise
 from pathlib import Path
 
 import pytest
@@ -99,15 +99,8 @@ def redistribution(move: RedistributionReport, shape: tuple[int, ...], samples: 
 
 
 def parts(size: int, ranks: int) -> list[tuple[int, int]]:
-    return list(_parts(size, ranks))
-
-
-def _parts(size: int, ranks: int) -> Iterator[tuple[int, int]]:
-    begin = 0
-    for rank in range(ranks):
-        end = begin + size // ranks + (rank < size % ranks)
-        yield begin, end
-        begin = end
+    ends = list(accumulate((size // ranks + (rank < size % ranks) for rank in range(ranks)), initial=0))
+    return list(pairwise(ends))
 
 
 def test_halos_of_random_windows_are_those_of_the_formula() -> None:

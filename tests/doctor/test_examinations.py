@@ -83,10 +83,6 @@ def test_kinds_say_what_they_mean() -> None:
             assert kind.remedy
 
 
-def test_checks_that_need_all_ranks_come_in_one_order() -> None:
-    assert [check.name for check in CHECKS if check.joined] == ["link", "versions", "sharing", "data files", "clocks"]
-
-
 KIND = FindingKind("kind", Severity.WARNING, "Means.", "Mends.")
 
 

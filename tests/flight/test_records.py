@@ -563,7 +563,6 @@ def test_what_others_need_to_know_is_written_at_half_the_deadline(tmp_path: Path
     assert len(flushed) == 2
 
 
-# The second holds the interpreter lock without end: PyDLL does not let go of it during a call.
 def test_a_keeper_that_stands_still_is_ended(tmp_path: Path) -> None:
     recorder, pulse, ended = FlightRecorder(), Pulse(), []
     pulse.keep()
@@ -581,6 +580,7 @@ def test_a_keeper_that_stands_still_is_ended(tmp_path: Path) -> None:
     assert read(path).end is End.FAILED
 
 
+# The second holds the interpreter lock without end: PyDLL does not let go of it during a call.
 @pytest.mark.job
 @pytest.mark.parametrize("hang", ["time.sleep(60)", "ctypes.PyDLL(None).sleep(60)", "os.kill(os.getpid(), signal.SIGSTOP)"])
 def test_a_process_that_hangs_is_ended(hang: str) -> None:

@@ -261,13 +261,6 @@ def test_ranks_per_node_that_are_impossible_are_refused(machine: Machine, number
         machine.with_ranks_per_node(*numbers)
 
 
-def test_a_machine_is_written_to_a_file(tmp_path: Path) -> None:
-    machine = machine_file.read("xc40")
-    machine_file.write(tmp_path / "copy.yaml", machine)
-    assert machine_file.read(tmp_path / "copy.yaml") == machine
-    assert [path.name for path in tmp_path.iterdir()] == ["copy.yaml"]
-
-
 def test_a_file_that_cannot_be_read_is_reported(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"Cannot read the machine file .* \(Is a directory\)"):
         machine_file.read(tmp_path)
