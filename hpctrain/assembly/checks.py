@@ -18,6 +18,7 @@ from hpctrain.assembly.options import LISTS, choice, kind_of, registry
 from hpctrain.averaging.averagers import AVERAGERS, make_strategy
 from hpctrain.averaging.base import PlannedGroup
 from hpctrain.backend.choice import precision_fault
+from hpctrain.backend.graph import Graph
 from hpctrain.backend.operators import KernelSet
 from hpctrain.config.load import flow, nearest_key
 from hpctrain.config.schema import Config
@@ -27,6 +28,7 @@ from hpctrain.core.yaml_source import KeyPath, Source, dotted
 from hpctrain.data.augmentations import AUGMENTATIONS
 from hpctrain.data.pipeline import check_order
 from hpctrain.models import catalogue
+from hpctrain.nn.layers import Layer
 from hpctrain.nn.network import frozen_layers
 from hpctrain.nn.parameter import GroupLayout
 from hpctrain.nn.whitening import whitened_convolution
@@ -169,8 +171,12 @@ def refusal(path: KeyPath, name: str) -> str | None:
 def _value_faults(config: Config) -> Iterator[tuple[KeyPath, str]]:
     """Yield (key path, sentence) of each value that does not fit another one."""
     batch, epochs = config.batch, config.epochs
-    yield from _grid_faults(config)
-    yield from _init_faults(config)
+    model, graph = None, None
+    with suppress(HpctrainError):  # reported as a fault of the model
+        model = catalogue.build(config.model.name, config.model.options)
+        graph = grid.model_graph(config, model)
+    yield from _grid_faults(config, graph)
+    yield from _init_faults(config, model, graph)
     if config.micro_batches > batch:
         yield (
             ("micro_batches",),
@@ -178,8 +184,7 @@ def _value_faults(config: Config) -> Iterator[tuple[KeyPath, str]]:
         )
     if config.dtype == "float64" and config.backend == "onednn":
         yield ("backend",), 'backend is onednn, which does not compute in float64; for dtype float64 set it to "numpy" or "auto".'
-    fault = precision_fault(config.backend, config.dtype, config.precision)
-    if fault is not None:
+    if (fault := precision_fault(config.backend, config.dtype, config.precision)) is not None:
         yield ("precision",), fault
     yield from device_faults(config)
     yield from size_faults(config)
@@ -216,7 +221,7 @@ def _evaluation_faults(config: Config) -> Iterator[tuple[KeyPath, str]]:
             )
 
 
-def _init_faults(config: Config) -> Iterator[tuple[KeyPath, str]]:
+def _init_faults(config: Config, model: Layer | None, graph: Graph | None) -> Iterator[tuple[KeyPath, str]]:
     """Yield (key path, sentence) of each key of `init` that has no effect."""
     init = config.init
     if init.weights is not None and Path(init.weights).suffix.lower() not in SUFFIXES:
@@ -230,15 +235,12 @@ def _init_faults(config: Config) -> Iterator[tuple[KeyPath, str]]:
             ("init", "ignore"),
             "init.ignore needs a file of weights, but init.weights is not set; set init.weights, or leave init.ignore out.",
         )
-    graph = grid.model_graph(config)
     if init.whiten is not None and graph is not None:
         try:
             whitened_convolution(graph, init.whiten)
         except ConfigError as error:
             yield ("init", "whiten"), str(error)
-    try:
-        model = catalogue.build(config.model.name, config.model.options)
-    except HpctrainError:  # reported as a fault of the model
+    if model is None:
         return
     idle = False
     for index, pattern in enumerate(init.freeze):
@@ -254,7 +256,7 @@ def _init_faults(config: Config) -> Iterator[tuple[KeyPath, str]]:
             yield ("init", "freeze"), str(error)
 
 
-def _grid_faults(config: Config) -> Iterator[tuple[KeyPath, str]]:
+def _grid_faults(config: Config, graph: Graph | None) -> Iterator[tuple[KeyPath, str]]:
     """Yield (key path, sentence) of each fault of the grid and its plan that does not depend on the number of ranks."""
     cols = config.grid.cols or 1
     for path, attempt in (
@@ -265,7 +267,6 @@ def _grid_faults(config: Config) -> Iterator[tuple[KeyPath, str]]:
             attempt()
         except ConfigError as error:
             yield path, str(error)
-    graph = grid.model_graph(config)
     names = () if graph is None else tuple(node.name for node in graph.nodes)
     for pattern in config.plan.patterns if names else ():
         try:

@@ -15,6 +15,7 @@ from hpctrain.backend.graph import Graph
 from hpctrain.config.schema import AveragerConfig, Config, GridConfig, PlanConfig
 from hpctrain.core.errors import ConfigError, HpctrainError
 from hpctrain.models import catalogue
+from hpctrain.nn.layers import Layer
 from hpctrain.nn.network import Lowering
 from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
 from hpctrain.parallel.partition_graph import partition_graph
@@ -56,9 +57,10 @@ def parallel_plan(config: Config, cols: int) -> ParallelPlan:
 
 def splits_parameters(config: Config) -> bool:
     """Return whether ranks of a split group hold parts of some parameters; False if the model or the plan has a fault."""
-    if config.grid.rows == 1 or (graph := model_graph(config)) is None:
+    if config.grid.rows == 1:
         return False
     try:
+        graph = model_graph(config, catalogue.build(config.model.name, config.model.options))
         plan = parallel_plan(config, config.grid.cols or 1)
         # Two ranks split the same layers as any larger group, and their plan is made quickly.
         partitioned = partition_graph(graph, replace(plan, rows=2, tiles=None), (1, 0))
@@ -68,25 +70,15 @@ def splits_parameters(config: Config) -> bool:
     return any(node and node.trains and sharding and sharding.channel_intervals for node, sharding in shardings)
 
 
-def model_graph(config: Config, side: int | None = None, *, refuses: bool = False) -> Graph | None:
-    """Return the graph of the model for one image of its default size, or of side x side; None if the model has a fault.
-
-    Args:
-        refuses: whether to raise the fault instead of returning None.
+def model_graph(config: Config, model: Layer, side: int | None = None) -> Graph:
+    """Return the graph of the configured model for one image of its default size, or of side x side.
 
     Raises:
-        HpctrainError: the model has a fault, and `refuses` is set.
+        HpctrainError: the model does not support the size, or a pattern of frozen layers has a fault.
     """
-    name, options = config.model.name, config.model.options
-    try:
-        height, width, channels = catalogue.image_shape(name)
-        height, width = (side, side) if side is not None else (height, width)
-        channels = int(catalogue.check(name, options).get("channels_in", channels))
-        return Lowering(catalogue.build(name, options), config.init.freeze).graph(1, (height, width, channels))
-    except HpctrainError:
-        if refuses:
-            raise
-        return None
+    height, width, channels = catalogue.image_shape(config.model.name)
+    channels = int(catalogue.check(config.model.name, config.model.options).get("channels_in", channels))
+    return Lowering(model, config.init.freeze).graph(1, (side or height, side or width, channels))
 
 
 def check_batch(batch: int, rows: int, cols: int) -> None:

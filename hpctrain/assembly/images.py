@@ -58,15 +58,19 @@ def of_largest(config: Config, pipeline: Pipeline) -> Pipeline:
 
 def size_faults(config: Config) -> Iterator[tuple[KeyPath, str]]:
     """Yield (key path, sentence) of sizes that are out of order, or that the model does not support for any data."""
-    fault = first_fault(_steps(config))
-    if fault is not None:
+    if (fault := first_fault(_steps(config))) is not None:
         yield ("data", "sizes", fault[0]), f"data.sizes.{fault[0]} {fault[1]}."
         return
-    if not config.data.sizes or model_graph(config) is None:  # a fault of the model is reported elsewhere
+    if not config.data.sizes:
+        return
+    try:
+        model = catalogue.build(config.model.name, config.model.options)
+        model_graph(config, model)
+    except HpctrainError:  # reported as a fault of the model
         return
     for number, step in enumerate(config.data.sizes):
         try:
-            model_graph(config, step.size, refuses=True)
+            model_graph(config, model, step.size)
         except ShapeError as error:
             why = f"is {step.size}, which the model {config.model.name} does not support: {error}"
             yield ("data", "sizes", number, "size"), f"data.sizes.{number}.size {why}"
