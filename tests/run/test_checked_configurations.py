@@ -156,7 +156,7 @@ def test_every_key_has_a_rule_and_every_rule_a_key():
 
 WHEN = {
     When.ALWAYS: [
-        *("name=b", "output=b", "batch=5", "micro_batches=2", "epochs=9", "threads=1", "backend=numpy", "progress=test"),
+        *("name=b", "output=b", "batch=5", "micro_batches=2", "epochs=9", "threads=1", "backend=numpy", "progress=thread"),
         *("grid.rows=2", "plan.default=domain", "plan={'stage1.*': model}", "averager=lazy", "averager.bucket_bytes=9"),
         *("schedule=cosine", "schedule.warmup_epochs=1", "optimizer.lr=0.2", "optimizer.momentum=0.5", "data.prefetch=0"),
         *("data.test=b.h5", "data.train=moved.h5", "checkpoint.keep=3", "metrics.tensorboard=true", "deadline_seconds=9"),
