@@ -21,8 +21,6 @@ from hpctrain.core.text import counted, echo, echo_block, echo_wrapped, shell_wo
 if TYPE_CHECKING:
     import numpy as np
 
-    from hpctrain.storage.checkpoint import CheckpointContent
-
 _PATH = click.argument("path", required=False, type=FilePath(path_type=Path), callback=or_newest_trained)
 _JSON = click.option("--json", "as_json", is_flag=True, help="Print the content as JSON.")
 
@@ -96,11 +94,13 @@ def show(path: Path, as_json: bool) -> None:
     """
     import numpy as np
 
+    from hpctrain.storage.checkpoint import facts as tensor_facts
     from hpctrain.storage.checkpoint import read
 
     _, file = files_of(path)[-1]
     content = read(file)
-    tensors = _tensors(content)
+    of_each = ((name, tensor_facts(content, name)) for name in sorted(content.tensors))
+    tensors: dict[str, dict[str, Any]] = {name: {"shape": list(shape), "dtype": str(dtype)} for name, (shape, dtype) in of_each}
     if as_json:
         echo_block(json.dumps({"file": str(file), "meta": _about(content.meta), "tensors": tensors}, indent=1))
         return
@@ -213,13 +213,6 @@ def _print_facts(file: Path, metadata: Mapping[str, Any], tensors: Mapping[str, 
 def _about(meta: Mapping[str, Any]) -> dict[str, Any]:
     """Return the metadata with short values: numbers, flags and texts of less than 100 characters."""
     return {key: value for key, value in meta.items() if isinstance(value, int | float | str) and len(str(value)) < 100}
-
-
-def _tensors(content: CheckpointContent) -> dict[str, dict[str, Any]]:
-    from hpctrain.storage.checkpoint import facts
-
-    of_each = ((name, facts(content, name)) for name in sorted(content.tensors))
-    return {name: {"shape": list(shape), "dtype": str(dtype)} for name, (shape, dtype) in of_each}
 
 
 _FILE = click.argument("file", type=FilePath(path_type=Path))

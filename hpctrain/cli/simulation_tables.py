@@ -318,16 +318,11 @@ def print_machine(machine: Machine) -> None:
     table.title, table.title_justify = f"{machine.name}: {machine.description}", "left"
     previous = ""
     for key, value in _machine_lines(machine):
-        source = _source(machine, key)
+        below = (name for name in machine.sources if name.startswith(f"{key}."))
+        source = machine_file.source_of(machine, next(below, key))  # of a section: that of its first number
         table.add_row(key, value, "" if source == previous else source)
         previous = source
     output_console(_MACHINE_COLUMNS).print(table)
-
-
-def _source(machine: Machine, key: str) -> str:
-    """Return the source of a number. If the key is a section, return the source of the section's first number."""
-    below = (name for name in machine.sources if name.startswith(f"{key}."))
-    return machine_file.source_of(machine, next(below, key))
 
 
 def _machine_lines(machine: Machine) -> list[tuple[str, str]]:

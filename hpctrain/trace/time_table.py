@@ -235,19 +235,22 @@ def tabulate(events: Events, skip: int = 1) -> TimeTable | None:
     inside = events.select(_starts_in(events.start_ns, window))
     rows: dict[str, dict[str, float]] = {name: {"kind": 0} for name in names.layers}
     waits, left_over = _program_time(inside, names, rows)
-    total_communication = _communication(events, names, rows, window, waits)
-    _delays(inside, names, rows)
+    _communication(events, names, rows, window, waits)
+    delays = inside.of(Category.DELAY)
+    for name, nanoseconds in zip(delays.name.tolist(), (delays.stop_ns - delays.start_ns).tolist(), strict=True):
+        _add(rows, names.of(delays.names[name]), "communication", "delay", nanoseconds)
+    operations = events.of(Category.COMMUNICATION)
+    flying = clip(union(operations.start_ns, operations.stop_ns), window)  # while any operation is in flight
     per_step = _SECONDS / steps
     made = _ordered(_row(name, values, per_step) for name, values in rows.items())
     compute = sum(row.compute_seconds for row in made)
     exposed = sum(row.exposed_seconds for row in made)
-    hidden = total_communication - common_length(_flying(events, window), waits)
     total = Row(
         "total",
         "total",
         compute_seconds=compute,
-        communication_seconds=total_communication * per_step,
-        hidden_seconds=hidden * per_step,
+        communication_seconds=total_length(flying) * per_step,
+        hidden_seconds=(total_length(flying) - common_length(flying, waits)) * per_step,
         exposed_seconds=exposed,
         operations=sum(row.operations for row in made),
         messages_seconds=sum(row.messages_seconds for row in made),
@@ -297,8 +300,8 @@ def _program_time(inside: Events, names: RowNames, rows: dict[str, dict[str, flo
 
 def _communication(
     events: Events, names: RowNames, rows: dict[str, dict[str, float]], window: Intervals, waits: Intervals
-) -> int:
-    """Add each row's communication and hidden time in ns. Return the total time in which any operation was in flight."""
+) -> None:
+    """Add each row's communication and hidden time in ns."""
     operations = events.of(Category.COMMUNICATION)
     begun = _starts_in(operations.start_ns, window)
     members: dict[str, list[int]] = {}
@@ -312,20 +315,6 @@ def _communication(
             _add(rows, row, "communication", "communication", whole)
             _add(rows, row, "communication", "hidden", whole - common_length(flying, waits))
             _add(rows, row, "communication", "operations", int(begun[indices].sum()) / _SECONDS)
-    return total_length(_flying(events, window))
-
-
-def _delays(inside: Events, names: RowNames, rows: dict[str, dict[str, float]]) -> None:
-    """Add the delays of operations whose turn came in a step to their rows, in ns."""
-    delays = inside.of(Category.DELAY)
-    for name, nanoseconds in zip(delays.name.tolist(), (delays.stop_ns - delays.start_ns).tolist(), strict=True):
-        _add(rows, names.of(delays.names[name]), "communication", "delay", nanoseconds)
-
-
-def _flying(events: Events, window: Intervals) -> Intervals:
-    """Return the intervals in which any operation is in flight."""
-    operations = events.of(Category.COMMUNICATION)
-    return clip(union(operations.start_ns, operations.stop_ns), window)
 
 
 _KINDS = ("layer", "communication", "work")
