@@ -193,7 +193,6 @@ def _started(process: RankProcess, asked: _Asked, watch: SignalWatch | None) -> 
         rows, cols = best.candidate.plan.rows, best.candidate.plan.cols
     cols = max(1, world.size // rows) if cols is None else int(cols)
     grid, engine = on_grid(world, rows, cols, batch=asked.batch, deadline_seconds=asked.deadline_seconds, flight=process.flight)
-    process.started(engine)
     _keep(process.flight, asked.flight, world)
     engine.notes.phase(BETWEEN)
     checkpoints = LoopCheckpoints(world, engine.notes, asked.deadline_seconds)

@@ -52,7 +52,6 @@ ASSIGNED_IN_OTHER_ROOMS = {
     "hpctrain.cli.result_tables: self._console.width",
     "hpctrain.cli.simulation_tables: table.title",
     "hpctrain.comm.progress: self.flight.beats",
-    "hpctrain.job.flight_records: progress.explain",
     "hpctrain.planner.measure.measurement: decision.value",
     "hpctrain.run.images: file.pixels.policy",
     "hpctrain.testing.layers: parameter.data",

@@ -39,9 +39,8 @@ from hpctrain.trace.tracer import HOOKS, Category, Tracer
 class ProgressMode(StrEnum):
     """Way in which messages advance while kernels run.
 
-    NONE: not driven between waits, or by the transport itself (MPICH_ASYNC_PROGRESS=1, offloading networks). TEST: the program
-    tests operations in flight after each operator. THREAD: in addition, a thread tests every 200 us while an operator runs, which
-    requires MPI at thread level "serialized".
+    NONE: only the transport drives them between waits (MPICH_ASYNC_PROGRESS=1, offloading networks). TEST: the program tests
+    after each operator. THREAD: in addition, a thread tests every 200 us, which requires MPI at thread level "serialized".
     """
 
     NONE = "none"
@@ -406,6 +405,7 @@ class ProgressEngine:
         stream: destination of the report; default: stderr.
         trace: tracer for operations, waits, and the time of posting and tests; None: no trace.
         flight: flight recorder, which can be read after the process has died; None: no recording.
+        explain: function that returns lines about other ranks, to print at a deadline.
 
     Attributes:
         waited_seconds: total time of all waits so far, which is exposed communication.
@@ -413,7 +413,6 @@ class ProgressEngine:
         wait_policy: rules for polling, yielding and sleeping in waits.
         polls_between_operators: whether `operator_done` polls.
         notes: notes for the flight record.
-        explain: function that returns lines about other ranks, to print at a deadline.
     """
 
     def __init__(
@@ -428,6 +427,7 @@ class ProgressEngine:
         stream: TextIO | None = None,
         trace: Tracer | None = None,
         flight: FlightRecorder | None = None,
+        explain: Callable[[], Sequence[str]] = lambda: (),
     ) -> None:
         self.rank = rank
         self.deadline_seconds = deadline_seconds
@@ -435,7 +435,7 @@ class ProgressEngine:
         self.polls_between_operators = True
         self.wait_policy = WaitPolicy()
         self.trace, self.flight, self.notes = trace, flight, FlightNotes(flight)
-        self.explain: Callable[[], Sequence[str]] = lambda: ()
+        self.explain = explain
         self.account = MessageAccount(trace)
         self._abort = abort
         self._clock = clock

@@ -5,11 +5,9 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 
 from hpctrain.comm.base import Communicator, on_ranks, raise_on_all_ranks
-from hpctrain.comm.progress import ProgressEngine
 from hpctrain.core.errors import DataError
 from hpctrain.core.files import link_target, path_of
 from hpctrain.flight.autopsy import explanation, records_in
@@ -34,7 +32,6 @@ def watched(flight: FlightRecorder, world: Communicator, deadline_seconds: float
     world.allgather_object(None)  # a barrier, so that the time that rank 0 sends is current on all ranks
     now_ns = world.broadcast_object(time.time_ns())
     flight.join(world.rank, world.size, now_ns, deadline_seconds, now_ns)
-    explain = partial(_explanation, flight)
     heartbeat = Heartbeat(
         flight,
         deadline_seconds=deadline_seconds,
@@ -42,7 +39,7 @@ def watched(flight: FlightRecorder, world: Communicator, deadline_seconds: float
         rank=world.rank,
         pulse=keeper.current_keeper().pulse,
         end_keeper=keeper.current_keeper().end,
-        explain=explain,
+        explain=lambda: explanation(flight.directory),
     ).start()
     try:
         yield
@@ -52,16 +49,6 @@ def watched(flight: FlightRecorder, world: Communicator, deadline_seconds: float
         flight.ended(End.FINISHED)
     finally:
         heartbeat.close()
-
-
-def explain_deadlines(progress: ProgressEngine) -> None:
-    """Include all ranks' flight records in the error when a wait reaches its deadline."""
-    if progress.flight is not None:
-        progress.explain = partial(_explanation, progress.flight)
-
-
-def _explanation(flight: FlightRecorder) -> list[str]:
-    return explanation(flight.directory)
 
 
 def keep(session: Session, directory: RunDirectory, reporter: Reporter) -> None:

@@ -23,6 +23,7 @@ from hpctrain.comm.waiting import MORE_RANKS_THAN_CORES, WaitPolicy, guard
 from hpctrain.config.schema import Config
 from hpctrain.core import log
 from hpctrain.core.errors import LaunchError, ShapeError
+from hpctrain.flight.autopsy import explanation
 from hpctrain.flight.recorder import FlightRecorder
 from hpctrain.job.automatic_choice import Resolved
 from hpctrain.launch.launcher import Launcher, check_world, environment_fault, is_copy, lone_fault
@@ -258,7 +259,14 @@ def on_grid(
     """
     log.configure(world.rank, world.size)
     raise_on_all_ranks(world, partial(_check_sizes, rows, cols, world.size, batch))
-    progress = ProgressEngine(rank=world.rank, deadline_seconds=deadline_seconds, abort=world.abort, trace=trace, flight=flight)
+    progress = ProgressEngine(
+        rank=world.rank,
+        deadline_seconds=deadline_seconds,
+        abort=world.abort,
+        trace=trace,
+        flight=flight,
+        explain=lambda: () if flight is None else explanation(flight.directory),
+    )
     return ProcessGrid(world, rows, cols), progress
 
 

@@ -31,7 +31,6 @@ from hpctrain.version import __version__
 
 if TYPE_CHECKING:
     from hpctrain.comm.base import Communicator
-    from hpctrain.comm.progress import ProgressEngine
     from hpctrain.config.schema import Config
     from hpctrain.core.yaml_source import Source
     from hpctrain.job.ownership import RunOwnership
@@ -87,7 +86,6 @@ class RankProcess:
         self.exits = contextlib.ExitStack()
         self._log_ranks, self._smoke, self._stays = log_ranks, smoke, stays
         self._options = {"smoke": smoke, **options}
-        self._removed = shared_segments.Removed()
 
     def rank(self) -> int:
         """Return this process's rank if it is known, else 0."""
@@ -208,15 +206,18 @@ class RankProcess:
         """
         from hpctrain.job import session
 
+        removed = shared_segments.Removed()
         if self.launcher.starts_mpi:
             shared_segments.limit_ucx(self.launcher.local_size or self.launcher.expected_size or 1)
             shared_segments.announce()
             if not self.launcher.local_rank:
-                self._removed = shared_segments.remove_stale()
+                removed = shared_segments.remove_stale()
         with self.flight.waiting("the start of MPI"):
             self.world = session.start_world(self.launcher, deadline_seconds, self.flight)
         if self.launcher.starts_mpi:
             log.configure(self.world.rank, self.world.size)
+            if removed.count:
+                _log.debug(str(removed))
             shared_segments.remember()
             self.exits.callback(shared_segments.forget)
         return self.world
@@ -254,18 +255,7 @@ class RankProcess:
             config, notes = trial.config, trial.notes
         resolved = resolve(config, started, resume, repeated)
         resolved = replace(resolved, lines=(*notes, *resolved.lines))
-        session = Session.start(resolved, self.launcher, threads, world, revision, self.flight, device_messages)
-        self.started(session.progress)
-        return session
-
-    def started(self, progress: ProgressEngine) -> None:
-        """Add all ranks' flight records to the engine's deadline errors, and log the number of removed segments."""
-        from hpctrain.job.flight_records import explain_deadlines
-
-        explain_deadlines(progress)
-        if self._removed.count:
-            _log.debug(str(self._removed))
-            self._removed = shared_segments.Removed()
+        return Session.start(resolved, self.launcher, threads, world, revision, self.flight, device_messages)
 
     def finish(self) -> None:
         """Run the callbacks of `exits`, the last one first."""

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from hpctrain.comm.base import SingleCommunicator
-from hpctrain.comm.progress import ProgressEngine
 from hpctrain.config.schema import Config
 from hpctrain.core import log
 from hpctrain.flight.ring import file_name, read
@@ -45,8 +44,7 @@ def test_a_process_alone_ends_well(tmp_path: Path) -> None:
     world = process.start_world(30.0)
     assert (process.rank(), world.size) == (0, 1)
     process.watch(world, 30.0)
-    progress = ProgressEngine(rank=0, deadline_seconds=30.0, abort=world.abort, flight=process.flight)
-    process.started(progress)
+    _, progress = session.on_grid(world, 1, 1, batch=1, deadline_seconds=30.0, flight=process.flight)
     process.flight.keep_in(tmp_path)
     assert progress.explain()[0].startswith("autopsy: ")
     process.finish()
@@ -82,11 +80,8 @@ def test_the_first_rank_of_a_node_removes_what_dead_jobs_left_and_says_so_once(
     monkeypatch.setattr(logging.getLogger("hpctrain"), "handlers", [caplog.handler])
     monkeypatch.setattr(logging.getLogger("hpctrain"), "propagate", False)
     process = RankProcess(Launcher("some", rank=local_rank, local_rank=local_rank))
-    world = process.start_world(30.0)
-    progress = ProgressEngine(rank=0, deadline_seconds=30.0, abort=world.abort, flight=process.flight)
     with caplog.at_level(logging.DEBUG, logger="hpctrain"):
-        process.started(progress)
-        process.started(progress)
+        process.start_world(30.0)
     process.finish()
     first = ["announce"] if local_rank else ["announce", "remove"]
     assert calls == [*first, "start", "remember", "forget"]

@@ -29,7 +29,7 @@ from hpctrain.flight.autopsy import records_in
 from hpctrain.flight.recorder import FlightRecorder
 from hpctrain.flight.ring import file_name, read
 from hpctrain.job.automatic_choice import Resolved
-from hpctrain.job.flight_records import explain_deadlines, keep, watched
+from hpctrain.job.flight_records import keep, watched
 from hpctrain.job.session import Session
 from hpctrain.launch.launcher import Launcher
 from hpctrain.launch.process_end import FINISHED, STOPPED, End
@@ -393,12 +393,10 @@ def test_a_run_that_ends_well_has_finished(tmp_path: Path) -> None:
     flight, directory = FlightRecorder(), _directory(tmp_path)
     with watched(flight, SingleCommunicator(), 30.0):
         session = _kept_session(flight, "run")
-        explain_deadlines(session.progress)
         keep(session, directory, Heard())
     found = read(directory.path / "flight" / file_name(0))
     assert (found.end, found.ranks, found.deadline_ns) == (End.FINISHED, 1, 30_000_000_000)
     assert found.job > 0
-    assert session.progress.explain()[0].startswith("autopsy: The job finished")
 
 
 def test_records_of_the_latest_start_count_where_the_clock_has_gone_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
