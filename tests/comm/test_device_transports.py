@@ -200,33 +200,40 @@ def _reach(comm: Communicator, arithmetic: Arithmetic) -> Communicator:
     return over_mpi(ViewingCommunicator(comm), arithmetic)
 
 
-@pytest.mark.slow
-def test_every_place_that_waits_matters(emulated_device: EmulatedDeviceFactory) -> None:
-    """One of two ranks goes on before its kernels are done."""
-    made: list[EmulatedDevice] = []
+class _TwoRanks:
+    """Work of two ranks between kernels, of which rank 0 may go on at one of its waits before its kernels are done.
 
-    def run(seed: int = 0, ignored_wait: int | None = None) -> list[np.ndarray]:
+    expected: the results if no wait is ignored. places: the numbers of the waits at each place of the program.
+    """
+
+    def __init__(self, emulated_device: EmulatedDeviceFactory, reach: Callable[[Communicator, Arithmetic], Communicator]) -> None:
+        self._devices, self._reach, self._made = emulated_device, reach, list[EmulatedDevice]()
+        self.expected = self.run()
+        self.places: dict[str, list[int]] = {}
+        for number, text in enumerate(self._made[0].waits):
+            if "CudaMark" in text or "CudaGroup" in text:
+                self.places.setdefault(text.rpartition(" at ")[2], []).append(number)
+
+    def run(self, seed: int = 0, ignored_wait: int | None = None) -> list[np.ndarray]:
         def program(comm: ThreadCommunicator) -> np.ndarray:
-            device = emulated_device(seed + comm.rank, ignored_wait=ignored_wait if comm.rank == 0 else None)
-            made.extend([device] if comm.rank == 0 else [])
-            return work_between_kernels(DeviceRank(comm, device, _reach))
+            device = self._devices(seed + comm.rank, ignored_wait=ignored_wait if comm.rank == 0 else None)
+            self._made.extend([device] if comm.rank == 0 else [])
+            return work_between_kernels(DeviceRank(comm, device, self._reach))
 
         return run_virtual(2, program)
 
-    expected = run()
-    places: dict[str, list[int]] = {}
-    for number, text in enumerate(made[0].waits):
-        if "CudaMark" in text or "CudaGroup" in text:
-            places.setdefault(text.rpartition(" at ")[2], []).append(number)
-    assert list(places) == ["hpctrain.backend.cuda.transports.CudaMark.done"]
-    for numbers in places.values():
-        wrong = [_differs(run, seed, number, expected) for number in numbers for seed in range(4)]
-        assert any(wrong)
-        assert sum(any(wrong[4 * k : 4 * k + 4]) for k in range(len(numbers))) > len(numbers) // 2, "most of them matter"
+    def differs(self, seed: int, number: int) -> bool:
+        """Return whether a run without the wait of this number has other results."""
+        return any(not np.array_equal(*pair) for pair in zip(self.run(seed, number), self.expected, strict=True))
 
 
-def _differs(run: Callable[..., list[np.ndarray]], seed: int, number: int, expected: list[np.ndarray]) -> bool:
-    return any(not np.array_equal(*pair) for pair in zip(run(seed, number), expected, strict=True))
+@pytest.mark.slow
+def test_every_place_that_waits_matters(emulated_device: EmulatedDeviceFactory) -> None:
+    ranks = _TwoRanks(emulated_device, _reach)
+    assert list(ranks.places) == ["hpctrain.backend.cuda.transports.CudaMark.done"]
+    for numbers in ranks.places.values():
+        wrong = [any(ranks.differs(seed, number) for seed in range(4)) for number in numbers]
+        assert sum(wrong) > len(numbers) // 2, "most of them matter"
 
 
 def test_steps_allocate_nothing(emulated_device: EmulatedDeviceFactory) -> None:
@@ -346,31 +353,16 @@ def test_operations_are_posted_in_the_order_in_which_they_were_started(on_host: 
 
 def test_every_place_of_nccl_that_waits_matters(emulated_device: EmulatedDeviceFactory) -> None:
     """The stream of the links for kernels before an operation, and the host for the operation."""
-    made: list[EmulatedDevice] = []
-
-    def run(seed: int = 0, ignored_wait: int | None = None) -> list[np.ndarray]:
-        def program(comm: ThreadCommunicator) -> np.ndarray:
-            device = emulated_device(seed + comm.rank, ignored_wait=ignored_wait if comm.rank == 0 else None)
-            made.extend([device] if comm.rank == 0 else [])
-            return work_between_kernels(DeviceRank(comm, device, over_nccl))
-
-        return run_virtual(2, program)
-
-    expected = run()
-    places: dict[str, list[int]] = {}
-    for number, text in enumerate(made[0].waits):
-        if "CudaMark" in text or "CudaGroup" in text:
-            places.setdefault(text.rpartition(".")[2], []).append(number)
-    assert sorted(places) == ["done", "wait_for_kernels"]
+    ranks = _TwoRanks(emulated_device, over_nccl)
+    assert sorted(place.rpartition(".")[2] for place in ranks.places) == ["done", "wait_for_kernels"]
 
     def fails(seed: int, number: int) -> bool:
         try:
-            found = run(seed, number)
+            return ranks.differs(seed, number)
         except (EmulatedDeviceError, DeadlockError):
             return True
-        return any(not np.array_equal(*pair) for pair in zip(found, expected, strict=True))
 
-    for place, numbers in places.items():
+    for place, numbers in ranks.places.items():
         assert any(fails(seed, number) for number in numbers for seed in range(6)), place
 
 

@@ -155,7 +155,7 @@ def test_in_two_levels_only_what_crosses_nodes_is_rounded(nodes: tuple[int, ...]
         sum((sent[rank] for rank in range(len(nodes)) if nodes[rank] == node), np.zeros(size, np.float32))
         for node in range(two.nodes)
     ]
-    expected = _in_rank_order(_by_lowest_rank(nodes, sums_of_nodes))
+    expected = _in_rank_order([sums_of_nodes[node] for node in dict.fromkeys(nodes)])
 
     def program(comm: ThreadCommunicator) -> tuple[int, np.ndarray]:
         counters = Counters()
@@ -217,10 +217,6 @@ def test_an_allreduce_in_two_levels_rounds_what_crosses_nodes_and_returns_the_sa
             assert result.tobytes() == expected.tobytes()
 
 
-def _by_lowest_rank(nodes: tuple[int, ...], of_node: list[np.ndarray]) -> list[np.ndarray]:
-    return [of_node[node] for node in dict.fromkeys(nodes)]
-
-
 def test_bytes_are_half_of_those_of_float32() -> None:
     ranks, counts = 3, [5, 4, 4]
 
@@ -236,19 +232,6 @@ def test_bytes_are_half_of_those_of_float32() -> None:
         assert counters.total().exchanged_bytes == 6 * others  # nothing else has bytes
 
     run_virtual(ranks, program)
-
-
-def test_numbers_that_fit_are_summed_exactly() -> None:
-    """Integers of 8 bits have a bfloat16 each, and their sums a float32."""
-
-    def program(comm: ThreadCommunicator) -> None:
-        sums = sums_over(comm, PLAIN, allreduces=False)
-        sent = [np.random.default_rng(rank).integers(-128, 129, 30).astype(np.float32) for rank in range(3)]
-        received, plain = np.empty(10, np.float32), np.empty(10, np.float32)
-        wait(sums.ireduce_scatter(sent[comm.rank], received, [10] * 3), comm.ireduce_scatter(sent[comm.rank], plain, [10] * 3))
-        assert received.tobytes() == plain.tobytes()
-
-    run_virtual(3, program)
 
 
 def test_what_is_not_finite_stays_so_and_harms_nothing_else() -> None:
@@ -283,7 +266,8 @@ def test_buffers_are_used_again(at_once: int) -> None:
         for step in range(6):
             handles = []
             for number in range(at_once):
-                handles += [_reduce_scatter_of(sums, comm), sums.iallreduce(_values(comm.rank, 12, seed=number))]
+                handles.append(sums.ireduce_scatter(_values(comm.rank, 12), np.empty(4, np.float32), [4] * 3))
+                handles.append(sums.iallreduce(_values(comm.rank, 12, seed=number)))
             wait(*handles)
             kept = [buffer for buffers in sums._buffers._spare._spare.values() for buffer in buffers]
             sizes.append(len(kept))
@@ -294,10 +278,6 @@ def test_buffers_are_used_again(at_once: int) -> None:
         for sizes in run_virtual(3, program, seed=seed):
             assert max(sizes) <= 4 * at_once
             assert len(set(sizes[2:])) == 1 or seed is not None
-
-
-def _reduce_scatter_of(sums: GradientSums, comm: Communicator) -> Handle:
-    return sums.ireduce_scatter(_values(comm.rank, 12), np.empty(4, np.float32), [4] * 3)
 
 
 def test_messages_lie_one_after_the_other_and_empty_parts_have_none() -> None:

@@ -101,7 +101,7 @@ def test_ranks_inside_of_an_image_are_alike() -> None:
     assert len(classes) < 8
 
 
-def task_of(rows: int, cols: int, use: Parallelism = Parallelism.BATCH, micro_batches: int = 1) -> Task:
+def task_of(rows: int, cols: int, use: Parallelism = B, micro_batches: int = 1) -> Task:
     plan = ParallelPlan(rows, cols, use)
     return Task(nets.plain, NumpyKernelSet(), Sgd, (9, 7, 3), batch=11, plan=plan, micro_batches=micro_batches)
 
@@ -402,25 +402,21 @@ def test_micro_batches_announce_in_the_last_and_add_up_before() -> None:
 LINK = LinkModel(1e-5, 1e-9)
 
 
-def plain_task(rows: int, cols: int, use: Parallelism = Parallelism.MODEL) -> Task:
-    return Task(nets.plain, NumpyKernelSet(), Sgd, batch=11, plan=ParallelPlan(rows, cols, use))
-
-
 def test_ranks_that_hold_as_much_have_one_strategy() -> None:
-    task = plain_task(8, 2)
+    task = task_of(8, 2, M)
     strategies = group_strategies(job_of(task), candidate_of(task, "sharded", {}))
     held = [of_group.planned.layout.size for of_group in strategies]
     assert sorted(rank for of_group in strategies for rank in of_group.split_ranks) == list(range(8))
     assert len(set(held)) == len(held) < 8
     whole = sum(size * len(of_group.split_ranks) for size, of_group in zip(held, strategies, strict=True))
     assert (
-        whole == group_strategies(job_of(plain_task(1, 2)), candidate_of(plain_task(1, 2), "sharded", {}))[0].planned.layout.size
+        whole == group_strategies(job_of(task_of(1, 2, M)), candidate_of(task_of(1, 2, M), "sharded", {}))[0].planned.layout.size
     )
 
 
 @pytest.mark.parametrize("per_node", [2, 3])
 def test_ranks_on_other_nodes_have_their_own_schedule(per_node: int) -> None:
-    task = replace(plain_task(2, 4), model=nets.narrow)  # one channel each
+    task = replace(task_of(2, 4, M), model=nets.narrow)  # one channel each
     schedules = group_schedules(job_of(task), candidate_of(task, "sharded", {}), LINK, per_node)
     model = [schedule for schedule in schedules if schedule.group == "model"]
     assert [rank for schedule in model for rank in schedule.split_ranks] == [0, 1]
@@ -429,7 +425,7 @@ def test_ranks_on_other_nodes_have_their_own_schedule(per_node: int) -> None:
 @pytest.mark.parametrize("averager", ["sharded", "bucketed", "overlap", "priority", "blocking"])
 @pytest.mark.parametrize(("rows", "cols"), [(1, 5), (2, 3), (3, 2)])
 def test_averaging_bytes_are_each_positions_sum_over_its_groups(averager: str, rows: int, cols: int) -> None:
-    task = plain_task(rows, cols)
+    task = task_of(rows, cols, M)
     schedules = group_schedules(job_of(task), candidate_of(task, averager, {}), LINK)
     total = averaging_bytes(schedules, rows, rows * cols, 8)
     for position, n_bytes in enumerate(total):
@@ -441,13 +437,13 @@ def test_averaging_bytes_are_each_positions_sum_over_its_groups(averager: str, r
 
 
 def test_an_averager_that_runs_refuse_is_refused() -> None:
-    task = replace(plain_task(1, 2), micro_batches=2)
+    task = replace(task_of(1, 2, M), micro_batches=2)
     with pytest.raises(Exception, match="fc_exchange is always, but micro_batches is 2"):
         group_strategies(job_of(task), candidate_of(task, "sharded", {"fc_exchange": "always"}))
 
 
 def _group(ranks: int, strategy: str, options: dict[str, Any]) -> GroupSchedule:
-    task = Task(nets.plain, NumpyKernelSet(), Sgd, batch=11, plan=ParallelPlan(1, ranks))
+    task = task_of(1, ranks)
     (group,) = group_schedules(job_of(task), candidate_of(task, strategy, options), LinkModel(1e-5, 1e-9), None)
     return group
 
