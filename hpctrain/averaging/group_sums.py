@@ -9,8 +9,8 @@ of all groups.
 
 `TreeNorms` are norms whose bits depend neither on ranks nor on sizes of slices. The elements of a parameter between two multiples
 of `NORM_BLOCK` in the flat buffers are one term, which one rank sums alone; parts of slices end at such multiples. The terms of a
-parameter are added in a tree (`summation_tree`). Each rank adds its own terms and has zeros for the other ranks' terms, so a sum
-over ranks changes nothing. Then all ranks add the terms in the tree's order.
+parameter are added in a tree (`core/intervals.py`). Each rank adds its own terms and has zeros for the other ranks' terms, so a
+sum over ranks changes nothing. Then all ranks add the terms in the tree's order.
 
 `ReadSums` sum the parameters that a step reads, just before the update of that step overwrites them. A rank's copy of a parameter
 that another rank owns is overwritten in every step. Damage to the copy therefore lasts one step only, but that step has computed

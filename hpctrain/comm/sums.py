@@ -8,7 +8,7 @@ of parts and a local sum; an allreduce also has an allgather of the sums. The nu
   every addition. A rank's own part is rounded like all others, so a sum does not depend on which rank owns it, nor on how a
   buffer is cut. (float16 has one scale per message and rounds very small numbers more coarsely if their part has much larger
   ones.) `Compressor` is the interface between arrays and messages.
-- `TreeSums`: the order of additions is that of a tree over shards (`summation_tree`), which is independent of the number of
+- `TreeSums`: the order of additions is that of a tree over shards (`core/intervals.py`), which is independent of the number of
   ranks. A rank with several terms sends all of them, because summing them first would change the order.
 - `PartSums`: parts travel unrounded and device kernels sum them, for transports that move device arrays without summing them.
   Parts are added in rank order from 0 on, so the bits do not depend on the order of arrival and are the same on all ranks.

@@ -1,6 +1,6 @@
 """Errors that a user can cause and fix.
 
-Each message is one full sentence with the value, the rule and the nearest legal value. All ranks raise these errors alike before
+Each message is one full sentence with the value and the rule. All ranks raise these errors alike before
 any communication, so that no rank is left waiting for another.
 """
 

@@ -426,7 +426,7 @@ class WeightAverage:
         }
 
     def blend(self, weighted_sums: np.ndarray, count: float) -> None:
-        """Blend like `Statistics.blend`, and update the average of the statistics; no effect if `count` is 0."""
+        """Blend like `FlatStatistics.blend`, and update the average of the statistics; no effect if `count` is 0."""
         statistics = self._network.statistics
         if count == 0:
             return
