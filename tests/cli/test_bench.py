@@ -238,7 +238,6 @@ def test_the_engine_reports_every_operator(tmp_path: Path, backend: str, job: St
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--model", "smal"], 'the nearest is "small"'),
         (["--model", "small", "--threads", "100000"], "threads is 100000, but a rank here may run on"),
         (
             ["--model", "small", "--batch", "2", "--steps", "1", "--vs", "torch", "--peer-python", "/bin/false"],

@@ -6,9 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 
-from hpctrain.cli.main import cli
 from hpctrain_testing.run import Outcome
 from tests.support.here import run_here
 from tests.support.runs import make_run
@@ -105,18 +103,3 @@ def test_a_trial_that_fails_says_so_and_keeps_its_directory(job: Job, tmp_path: 
     assert "a slip in code of the user" in outcome.output
     assert "the trial passed" not in outcome.output
     assert len(list((tmp_path / "runs").iterdir())) == 1
-
-
-@pytest.mark.parametrize(
-    ("words", "option"),
-    [
-        (["--steps", "3"], "--steps"),
-        (["--resume", "auto"], "--resume"),
-        (["--compute-only"], "--compute-only"),
-        (["--schedule-from", "x"], "--schedule-from"),
-    ],
-)
-def test_options_of_other_runs_are_refused(words: list[str], option: str) -> None:
-    result = CliRunner().invoke(cli, ["train", str(CONFIGS / "quickstart.yaml"), "--smoke", *words])
-    assert result.exit_code == 2
-    assert f"leave {option} out" in result.output

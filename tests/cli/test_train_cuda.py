@@ -190,18 +190,11 @@ MISTAKES: dict[str, tuple[dict[str, Any], list[str], str]] = {
         ["averager.name=sparse", "transport=nccl"],
         "transport is nccl, but averager sparse chooses the elements to send",
     ),
-    "a thread for messages": ({"ranks": 2}, ["progress=thread"], "progress is thread, but backend cuda enqueues"),
-    "rounded parameters": (
-        {"ranks": 2},
-        ["averager.name=sharded", "averager.wire_parameters=bfloat16"],
-        "averager.wire_parameters is bfloat16, but backend cuda does not convert parameters for messages yet",
-    ),
     "no such device": (
         {"seed": "x"},
         [],
         "HPCTRAIN_CUDA_DEVICE is 'hpctrain_testing.emulator:x': the seed of an emulated device must be an integer",
     ),
-    "precision": ({}, ["precision=tf32", "dtype=float64"], "precision is tf32, which requires dtype float32"),
 }
 
 

@@ -15,7 +15,6 @@ from tests.support.tiny_runs import (
     newest_checkpoint,
     newest_run,
     prepare,
-    sentence,
     whole_lines,
 )
 
@@ -51,7 +50,7 @@ MIXED = (
 
 #: 9 x 8 images leave some of 4 ranks with one row in stage 2; name -> number of ranks, overrides, and those of both runs
 GRIDS: dict[str, tuple[int, tuple[str, ...], tuple[str, ...]]] = {
-    "domain 2x1": (2, ("grid={rows: 2, overlap: ['*.conv']}", *DOMAIN), ()),
+    "domain 2x1": (2, ("grid.rows=2", *DOMAIN), ()),
     "model 3x1": (3, ("grid.rows=3", *MODEL), ()),
     "tiles 4x1": (4, ("grid={rows: 4, tiles: [2, 2]}", *DOMAIN), ()),
     "mixed 2x2": (4, MIXED, ()),
@@ -139,15 +138,3 @@ def test_compute_only_on_a_grid(folder: Path) -> None:
     outcome = hpctrain(4, folder, "train", *MIXED, "--compute-only", "--steps", "4")
     assert "compute-only step" in outcome.stdout
     assert "gradients alone" in outcome.stdout
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (("grid={rows: 4, tiles: [3, 1]}",), ["tiles 3 x 1 make 3 parts", "4 x 1"]),
-        (("grid.rows=2", "plan.stages1.*=domain"), ["'stages1.*'", 'nearest is "stage1.']),
-    ],
-)
-def test_what_cannot_work_is_said_in_one_sentence(folder: Path, options: tuple[str, ...], words: list[str]) -> None:
-    said = sentence(hpctrain(4, folder, "train", *options, code=2))
-    assert all(word in said for word in words), said
