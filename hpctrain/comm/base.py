@@ -70,7 +70,7 @@ class GradientSums(Protocol):
 
 @runtime_checkable
 class Communicator(Protocol):
-    """An ordered group of ranks.
+    """An ordered group of ranks. Buffers of several pieces hold them in rank order; piece r has `counts[r]` elements.
 
     Implementations: MPI (`comm/mpi.py`), one process (`SingleCommunicator`), threads (hpctrain_testing). A new operation also
     goes into `ForwardingCommunicator`, the base of the wrappers, and into the wrappers that change it: sums in two levels

@@ -336,8 +336,7 @@ class Replica:
         progress: progress engine of the process; if it has a tracer, steps are recorded.
         strategy: factory of the averaging strategy of each parameter group; None: the replica only evaluates.
         optimizer: factory of an unbound optimiser.
-        nominal_batch: number of samples of a usual step over all ranks, from which strategies may derive their plan; None:
-            unknown.
+        nominal_batch: samples of a usual step over all ranks, from which strategies may derive their plan; None: unknown.
         micro_batches: number of passes over the samples of a step.
         exact_shards: number of shards of a step, whose sums have a fixed order on any number of ranks; a rank computes its shards
             in at most `micro_batches` passes. None: the order depends on the ranks.
@@ -356,6 +355,7 @@ class Replica:
         distribution: this rank's part of the model if ranks share samples; None otherwise.
         tiles: tiles of the images that this rank reads if ranks share samples; None: it reads whole images.
         average: average of the weights; None without `ema`.
+        global_step, lr: number of steps done, and learning rate of the last one.
         watch: comparison of values between ranks; None without checks.
 
     Raises:
