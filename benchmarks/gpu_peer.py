@@ -1,11 +1,11 @@
-"""Times training steps of PyTorch on one GPU, with which hpctrain's are compared.
+"""Time training steps of PyTorch on one GPU, to compare them with hpctrain's.
 
     python benchmarks/gpu_peer.py --model resnet50 --batch 256 32 [--compile MODE]
 
 bfloat16 autocast, channels last, SGD with momentum (fused), cuDNN's autotuning,
-images on the device before the step. The networks are torchvision's; the
-process imports nothing of hpctrain. Prints
-one JSON line for each batch, which has the failure if the batch does not fit.
+images on the device before the step. The networks are torchvision's. The
+process does not import hpctrain. It prints one JSON line for each batch, which
+contains the failure if the batch does not fit.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]] | None] = {
 }
 _NEEDED = ("compute-only", "blocking")
 _SEVERAL_ON_A_HOST = ("sharded-one-level",)
-# to compare the rule of sizes with
+# slices of fixed sizes, to compare with the rule of sizes
 _WHERE_ASKED_FOR = tuple(f"sharded-{size}k" for size in _FIXED_KIB)
 _ROOT = Path(__file__).resolve().parent.parent
 _PORT = 29511

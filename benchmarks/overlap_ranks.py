@@ -48,11 +48,11 @@ _PEER_SECONDS = 300.0
 class Settings:
     """The request of `overlap.py`.
 
-    variants: name -> (averager, its options); None: only the local update. rounds: turns of each. lead: steps that open a turn
-    and are not timed; they fill the pipeline of strategies whose messages travel under the next forward. steps: timed ones.
-    warmup: untimed steps, before all turns, of strategies that order their messages by what they measure in them.
-    peers: sockets of PyTorch's ranks, in rank order; none: no peer. progress: who moves messages while kernels run.
-    nice: of the ranks and the peers. out: JSON, written by rank 0.
+    variants: name -> (averager, its options); None: only the local update. rounds: turns of each. lead: untimed steps at the
+    start of a turn, which fill the pipeline of strategies whose messages travel under the next forward. steps: timed steps.
+    warmup: untimed steps before all turns, in which some strategies measure times to order their messages.
+    peers: sockets of PyTorch's ranks, in rank order; empty: no peer. progress: progress mode.
+    nice: niceness of the ranks and the peers. out: JSON file, written by rank 0.
     """
 
     shape: dict[str, Any]

@@ -1,4 +1,4 @@
-"""Faults put into one rank of a small training, or into all, and what must be said of each.
+"""Faults put into one rank of a small training, or into all, and the sentences that must report each.
 
 A fault is a few lines that run in the ranks that have it, before the training: they replace a function by one that fails once, in
 step 2. The job must end, and the autopsy or the job's last lines must name the rank and the place.
@@ -21,7 +21,7 @@ from hpctrain.data.writer import write_data_file
 from hpctrain.flight.start_records import RECORDS
 from hpctrain_testing.run import Outcome, run_job
 
-#: of all faulty jobs; what hangs is to be ended within this time and some seconds for the start
+#: deadline of all faulty jobs; a job that hangs must end within this time and some seconds for the start
 DEADLINE_SECONDS = 3.0
 RANKS = 3
 FAULTY = 1
@@ -73,8 +73,8 @@ class Fault:
     """A fault.
 
     Attributes:
-        name: for people. lines: of Python. words: one of them must be among the findings or the job's last lines.
-        ranks: that have it. overrides: of the configuration. blamed: the autopsy must blame that rank, and not all.
+        name: readable name. lines: Python code. words: texts of which the findings or the job's last lines contain one.
+        ranks: faulty ranks. overrides: changes to the configuration. blamed: whether the autopsy must blame the rank, not all.
     """
 
     name: str
@@ -297,7 +297,7 @@ FAULTS: tuple[Fault, ...] = (
 
 
 def prepare(folder: Path) -> None:
-    """A configuration and 24 small images: 2 steps an epoch."""
+    """Write a configuration and 24 small images, which make 2 steps per epoch."""
     random = np.random.default_rng(0)
     images = random.integers(0, 256, (24, 9, 8, 1), dtype=np.uint8)
     write_data_file(folder / "train.h5", 24, (9, 8, 1), ["a", "b", "c"], [(images, random.integers(0, 3, 24))])
@@ -307,10 +307,10 @@ def prepare(folder: Path) -> None:
 def run_fault(
     fault: Fault, folder: Path, timeout_seconds: float = 60, *, through_mpi4py: bool = True, device: str | None = None
 ) -> Outcome:
-    """The job with a fault, in a folder that `prepare` has filled.
+    """Run the job with a fault, in a folder that `prepare` has filled.
 
-    through_mpi4py: started by `python -m mpi4py`; else by Python alone, as the console script is. device: on backend cuda, with
-    this device on each rank; None: on the host.
+    through_mpi4py: whether `python -m mpi4py` starts it; otherwise Python starts it alone, like the console script. device: the
+    device of each rank, with backend cuda; None: the host.
 
     Raises:
         subprocess.TimeoutExpired: the job hangs; it has been ended.
@@ -319,7 +319,7 @@ def run_fault(
     program = _PROGRAM.replace("@RANKS@", repr(fault.ranks)).replace("@FAULT@", lines)
     if fault.name == "another configuration":
         program = program.replace("def patch():", f"if rank in {fault.ranks!r}:\n    sys.argv.append('seed=8')\ndef patch():")
-    if fault.name == "other files of hpctrain":  # the first rank of a node reads them; here all count as such but one
+    if fault.name == "other files of hpctrain":  # read by the first rank of a node; here all ranks but one are first
         program = program.replace("import os, runpy", 'import os\nos.environ["MPI_LOCALRANKID"] = "0"\nimport runpy')
     (folder / "faulty.py").write_text(program)
     arguments = ["faulty.py", "train", "faulty.yaml", f"deadline_seconds={DEADLINE_SECONDS}", *fault.overrides]
@@ -338,7 +338,7 @@ def findings(folder: Path) -> Mapping[str, object]:
 
 
 def is_named(fault: Fault, outcome: Outcome, report: Mapping[str, object]) -> bool:
-    """Whether the rank and the place are named rightly."""
+    """Return whether the sentences name the right rank and place."""
     sentences = [*report["findings"], outcome.output] if isinstance(report["findings"], Sequence) else [outcome.output]
     blamed = report["blamed"]
     rightly = not fault.blamed or (isinstance(blamed, Sequence) and FAULTY in blamed and len(blamed) < RANKS)

@@ -1,4 +1,4 @@
-"""Jobs of several ranks, started by a test and watched from outside: how they end, and what they print."""
+"""Start jobs of several ranks from a test, and watch from outside how they end and what they print."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pathlib import Path
 
 from hpctrain.nn.compile import validate
 
-# What a launcher, or the MPI of the test process itself, leaves in the environment: it would make the job's ranks its children.
+# Variables of a launcher, or of the test process's own MPI. With them, the job's ranks would join that launcher's job.
 _LAUNCHER_PREFIXES = ("PMI", "PALS_", "MPI_LOCAL", "OMPI_", "PRTE_", "SLURM_", "HYDRA_", "HYDI_", "HPCTRAIN_")
 # If Python may not keep compiled modules, every rank of every job compiles the package. If it does not buffer, it writes a line
 # and the line's end separately, and another rank's line may come between them.
@@ -24,7 +24,7 @@ _LEFT_OUT = (*_LAUNCHER_PREFIXES, "PYTHONDONTWRITEBYTECODE", "PYTHONUNBUFFERED")
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a job ended: exit code, all that its ranks printed, and after how long."""
+    """The end of a job: exit code, everything that its ranks printed, and its duration."""
 
     code: int
     stdout: str
@@ -37,13 +37,13 @@ class Outcome:
 
 
 def find_mpiexec() -> str | None:
-    """mpiexec next to this Python, else on PATH: the first is sure to be the one of this environment's MPI."""
+    """Return mpiexec next to this Python, which belongs to this environment's MPI, or else the one on PATH; None without one."""
     sibling = Path(sys.executable).with_name("mpiexec")
     return str(sibling) if sibling.exists() else shutil.which("mpiexec")
 
 
 def clean_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
-    """This process's environment without any launcher's traces, with one thread per rank, plans validated, and `extra`."""
+    """Return this environment without variables of launchers, with one thread per rank, validation of plans, and `extra`."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(_LEFT_OUT)}
     threads = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     checks = {validate.ENVIRONMENT_VARIABLE: "1"}
@@ -67,7 +67,7 @@ def run_job(
 ) -> Outcome:
     """Run `python -m mpi4py *arguments` on `ranks` ranks; 0 ranks: as one process without a launcher.
 
-    through_mpi4py: False leaves `-m mpi4py` out. launcher_options: of mpiexec.
+    through_mpi4py: whether to use `-m mpi4py`. launcher_options: options of mpiexec.
 
     Raises:
         subprocess.TimeoutExpired: the job hangs; it has been ended.
@@ -78,7 +78,7 @@ def run_job(
         assert mpiexec is not None, "there is no mpiexec"
         command = [mpiexec, *launcher_options, "-n", str(ranks), *command]
     begin = time.monotonic()
-    # A session of its own: at a timeout all its ranks are ended with it.
+    # A new session contains all ranks, so a timeout can kill them together.
     with subprocess.Popen(
         command,
         env=clean_environment(env),
@@ -97,10 +97,10 @@ def run_job(
 
 
 class StartedJob:
-    """A command in a session of its own, to which a test does something while it runs. killed: `kill` has ended it."""
+    """A command in a new session, which a test can disturb while it runs. killed: whether `kill` has ended it."""
 
     def __init__(self, command: Sequence[str], folder: Path, extra: Mapping[str, str]) -> None:
-        self._output = tempfile.TemporaryFile("w+")  # noqa: SIM115  as long as the job
+        self._output = tempfile.TemporaryFile("w+")  # noqa: SIM115  open as long as the job runs
         self.process = subprocess.Popen(
             command,
             cwd=folder,
@@ -112,13 +112,13 @@ class StartedJob:
         self.killed, self._said = False, ""
 
     def kill(self) -> None:
-        """Kill all processes of its session, if it still runs."""
+        """Kill all processes of the session if the command still runs."""
         if self.process.poll() is None:
             self.killed = True
             os.killpg(self.process.pid, signal.SIGKILL)
 
     def end(self, patience_seconds: float) -> tuple[int, str]:
-        """Wait for the end, and return the exit code and all output. What hangs is killed, with code -9."""
+        """Wait for the end, and return the exit code and all output. Kill it after `patience_seconds`, with code -9."""
         try:
             self.process.wait(patience_seconds)
         except subprocess.TimeoutExpired:

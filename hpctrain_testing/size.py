@@ -1,4 +1,4 @@
-"""Hold the size of each room of the repository to its budget: `python -m hpctrain_testing.size`, in the root of a checkout.
+"""Compare the size of each room of the repository with its budget: `python -m hpctrain_testing.size`, in the root of a checkout.
 
 The table `[tool.hpctrain.rooms]` of pyproject.toml lists the rooms with their paths and budgets in lines. A room above its budget
 also has a limit, its size at the last change that made it smaller. A limit falls with the room and never rises.
@@ -23,7 +23,7 @@ DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 @dataclass(frozen=True)
 class Room:
-    """A row of the table: the files below `paths`, with the lines that they may have at most; 0 is no budget or no limit."""
+    """A row of the table: the files below `paths`, and their maximum numbers of lines; 0: no budget, or no limit."""
 
     paths: tuple[str, ...]
     budget: int = 0
@@ -68,7 +68,7 @@ def _counted(path: str) -> bool:
 
 
 def _here() -> dict[str, str]:
-    """Return the files of the working tree that git has or would take."""
+    """Return the files of the working tree that git tracks or does not ignore."""
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
     paths = sorted(set(subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()))
     return {path: Path(path).read_text() for path in paths if _counted(path) and Path(path).is_file()}
@@ -84,14 +84,14 @@ def _at(commit: str) -> dict[str, str] | None:
         return {member.name: tar.extractfile(member).read().decode() for member in members}  # type: ignore[union-attr]
 
 
-def homeless(rooms: Mapping[str, Room], files: Iterable[str]) -> list[str]:
-    """Return the modules of the package that belong to no room but the package."""
+def unlisted(rooms: Mapping[str, Room], files: Iterable[str]) -> list[str]:
+    """Return the modules of the package that no other room contains."""
     inside = [path for path in files if rooms[PACKAGE].holds(path)]
     return [path for path in inside if not any(room.holds(path) for name, room in rooms.items() if name != PACKAGE)]
 
 
 def faults(rooms: Mapping[str, Room], found: Mapping[str, int], code: Mapping[str, int]) -> list[str]:
-    """Return a sentence for each room that has more than it may have, and for each limit that has to fall."""
+    """Return a sentence for each room that exceeds its limit, and for each limit that must fall."""
     sentences = []
     for name, room in rooms.items():
         for size, unit, budget, limit in (
@@ -107,7 +107,7 @@ def faults(rooms: Mapping[str, Room], found: Mapping[str, int], code: Mapping[st
 
 
 def lowered(project: str, rooms: Mapping[str, Room], found: Mapping[str, int], code: Mapping[str, int]) -> str:
-    """Return the text of pyproject.toml with each limit at the size of its room, where that is lower, or gone at the budget."""
+    """Return the text of pyproject.toml with limits lowered to the size of their rooms, and removed if the budget is reached."""
     for name, room in rooms.items():
         for key, size, budget, limit in (
             ("limit", found[name], room.budget, room.limit),
@@ -131,7 +131,7 @@ def table(rooms: Mapping[str, Room], found: Mapping[str, int], code: Mapping[str
 
 
 def main() -> None:
-    """Print the table; end with 1 if a room is larger than it may be, or with `--lower` bring the limits down first."""
+    """Print the table, and exit with 1 if a room exceeds its limit. With `--lower`, lower the limits first."""
     parser = argparse.ArgumentParser(description="Compare the size of each room with its budget.")
     parser.add_argument("--base", default="HEAD", help="commit to compare the working tree with (HEAD)")
     parser.add_argument("--lower", action="store_true", help="write the limits that fall to pyproject.toml")
@@ -144,7 +144,7 @@ def main() -> None:
         project = lowered(project, rooms, found, code)
         PROJECT.write_text(project)
     sentences = faults(_rooms(project), found, code)
-    if alone := homeless(rooms, files):
+    if alone := unlisted(rooms, files):
         sentences.append(f"{', '.join(alone)}: in no room of [tool.hpctrain.rooms] in {PROJECT}.")
     if sentences:
         sys.exit("\n".join(sentences))

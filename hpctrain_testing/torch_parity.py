@@ -181,7 +181,7 @@ def _context(count: int, training: bool) -> StepContext:
 
 
 def torch_module(name: str, width: float, state: Mapping[str, np.ndarray], dtype: str) -> Any:
-    """Return the module in PyTorch with hpctrain's weights. It is built without memory first: its initial values are not used.
+    """Return the module in PyTorch with hpctrain's weights. Its initial values are not used, so it is first built without memory.
 
     torchvision's ResNets have the published width only.
     """

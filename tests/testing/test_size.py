@@ -4,7 +4,7 @@ import tomllib
 
 import pytest
 
-from hpctrain_testing.size import Room, code_lines, faults, homeless, lowered, sums
+from hpctrain_testing.size import Room, code_lines, faults, lowered, sums, unlisted
 
 MODULE = '''"""Docstring
 of two lines."""
@@ -56,4 +56,4 @@ def test_files_belong_to_rooms_by_their_paths() -> None:
     rooms = {"a, b": Room(("pkg/a", "pkg/b.py")), "package": Room(("pkg",))}
     files = {"pkg/a/x.py": "1\n", "pkg/b.py": "1\n2\n", "pkg/b/y.py": "1\n", "pkga/z.py": "1\n"}
     assert sums(rooms, files, lambda _, text: text.count("\n")) == {"a, b": 3, "package": 4}
-    assert homeless(rooms, files) == ["pkg/b/y.py"]
+    assert unlisted(rooms, files) == ["pkg/b/y.py"]
