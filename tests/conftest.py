@@ -204,7 +204,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 @pytest.fixture(scope="session")
 def job() -> Callable[..., Outcome]:
-    """`hpctrain_testing.run.run_job`, where there is an mpiexec."""
+    """Return `hpctrain_testing.run.run_job`; skip the test without mpiexec."""
     if find_mpiexec() is None:
         pytest.skip("there is no mpiexec, neither next to this Python nor on PATH")
     return run_job

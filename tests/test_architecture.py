@@ -208,10 +208,10 @@ def test_one_module_imports_cupy() -> None:
     [
         ("benchmarks", {"tests"}),
         ("hpctrain_testing", {"tests", "benchmarks"}),
-        ("tests", {"benchmarks"}),  # but for tests/benchmarks, which are the tests of the benchmarks
+        ("tests", {"benchmarks"}),  # except tests/benchmarks, which test the benchmarks
     ],
 )
-def test_tests_and_benchmarks_share_only_the_instruments(folder: str, apart: set[str]) -> None:
+def test_tests_and_benchmarks_share_only_hpctrain_testing(folder: str, apart: set[str]) -> None:
     """hpctrain_testing can be installed alone, and tests and benchmarks change independently of each other."""
     mixing = []
     for path in sorted((TOP / folder).rglob("*.py")):

@@ -78,7 +78,7 @@ for module in pkgutil.walk_packages(hpctrain_testing.__path__, "hpctrain_testing
 
 @pytest.mark.job
 @pytest.mark.skipif(wheel.SETUPTOOLS_IS_OLD, reason=wheel.NO_BUILD)
-def test_the_instruments_need_no_checkout(tmp_path: Path) -> None:
+def test_hpctrain_testing_needs_no_checkout(tmp_path: Path) -> None:
     environment = tmp_path / "environment"
     wheel.install(wheel.build(tmp_path / "of-hpctrain"), environment)
     wheel.install_into(wheel.build_instruments(tmp_path), environment)

@@ -364,7 +364,7 @@ class RoundedParameters:
         self._buffers = MessageBuffers(caster)
         self._parts = [piece.part(rank, ranks) for piece in slices]
         self._errors = [np.zeros(end - begin, group.dtype) for begin, end in self._parts]
-        self._of_segment = {
+        self._segment_errors = {
             segment.start: self._errors[k][segment.start - self._parts[k][0] : segment.stop - self._parts[k][0]]
             for k, segments in enumerate(own)
             for segment in segments
@@ -405,7 +405,7 @@ class RoundedParameters:
     def _guarded(self, segments: Sequence[Segment]) -> dict[str, np.ndarray]:
         """Return the parameters of owned segments and their rounding errors, by name."""
         arrays = {f"parameter {one.parameter}": self._group.data[one.start : one.stop] for one in segments}
-        return arrays | {f"the rounding error of {one.parameter}": self._of_segment[one.start] for one in segments}
+        return arrays | {f"the rounding error of {one.parameter}": self._segment_errors[one.start] for one in segments}
 
     def add_squares(self, norms: Norms, k: int, segments: Sequence[Segment]) -> None:
         """Add the squares of this rank's part of a slice to the norms, like `Norms.add_partial` but for the exact values."""
@@ -424,5 +424,5 @@ class RoundedParameters:
         """Return {"parameter_error": view} of an owned or empty segment; {} for a segment that every rank updates."""
         if not segment.size:
             return {PARAMETER_ERROR: self._exact[:0]}
-        view = self._of_segment.get(segment.start)
+        view = self._segment_errors.get(segment.start)
         return {} if view is None else {PARAMETER_ERROR: view[: segment.size]}

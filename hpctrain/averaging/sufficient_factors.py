@@ -69,7 +69,7 @@ class SufficientFactorExchange:
         self._counts: Sequence[int] = (0,) * comm.size
         self._samples = self._mine = 0
         self._capacity = batch, max(even(batch, comm.size))
-        self._packed, self._columns_of_all, self._errors_of_all = self._buffers()
+        self._packed, self._all_columns, self._all_errors = self._buffers()
 
     def _buffers(self) -> tuple[Array, Array, Array]:
         """Allocate buffers for this rank's packed inputs, for its columns of all ranks' inputs, and for all ranks' errors."""
@@ -89,7 +89,7 @@ class SufficientFactorExchange:
         self._mine = counts[self._comm.rank]
         if self._samples > self._capacity[0] or self._mine > self._capacity[1]:
             self._capacity = max(self._samples, self._capacity[0]), max(self._mine, self._capacity[1])
-            self._packed, self._columns_of_all, self._errors_of_all = self._buffers()
+            self._packed, self._all_columns, self._all_errors = self._buffers()
 
     def pack_inputs(self, x: Array | None) -> None:
         """Copy x (n, K) to the send buffer, with the columns of each rank as one block, in rank order; None: zeros."""
@@ -106,7 +106,7 @@ class SufficientFactorExchange:
     def pack_errors(self, dy: Array | None) -> None:
         """Copy dy (n, M) to this rank's place among the errors of all ranks; None: zeros."""
         begin = sum(self._counts[: self._comm.rank]) * self._outputs
-        place = self._errors_of_all[begin : begin + self._mine * self._outputs]
+        place = self._all_errors[begin : begin + self._mine * self._outputs]
         place[...] = 0 if dy is None else self._group.arithmetic.to_host(dy).reshape(-1)
 
     def post_inputs(self) -> Handle:
@@ -114,7 +114,7 @@ class SufficientFactorExchange:
         width = self._columns[self._comm.rank]
         return self._comm.ialltoall(
             self._packed[: self._mine * self._inputs],
-            self._columns_of_all[: self._samples * width],
+            self._all_columns[: self._samples * width],
             [self._mine * columns for columns in self._columns],
             [count * width for count in self._counts],
         )
@@ -122,17 +122,17 @@ class SufficientFactorExchange:
     def post_errors(self) -> Handle:
         """Post the allgather of errors, in place."""
         counts = [count * self._outputs for count in self._counts]
-        return self._comm.iallgather(None, self._errors_of_all[: self._samples * self._outputs], counts)
+        return self._comm.iallgather(None, self._all_errors[: self._samples * self._outputs], counts)
 
     def multiply(self, piece: int) -> None:
         """Write this rank's rows of one slice of the weight's global gradient.
 
         With the first slice, also write the whole gradient of the bias.
         """
-        errors = self._errors_of_all[: self._samples * self._outputs].reshape(self._samples, self._outputs)
+        errors = self._all_errors[: self._samples * self._outputs].reshape(self._samples, self._outputs)
         width = self._columns[self._comm.rank]
         low, high = self._packed_columns[piece]
-        inputs = self._columns_of_all[: self._samples * width].reshape(self._samples, width)[:, low:high]
+        inputs = self._all_columns[: self._samples * width].reshape(self._samples, width)[:, low:high]
         arithmetic, gradient = self._group.arithmetic, self._own_gradients[piece]
         if isinstance(arithmetic, HostArithmetic):
             arithmetic.multiply(inputs.T, errors, gradient)

@@ -285,7 +285,7 @@ class TopK(Compressor):
         if self._partitions_all:
             rank = round(self.kept / _SAMPLE_STRIDE)
             guess = self._selection.common(bits, _SAMPLE_STRIDE, rank) if self.size > _SMALL_SIZE and rank else None
-            self._choose_of(bits, positions, guess)
+            self._choose_from(bits, positions, guess)
             return
         least = self._selection.sampled(bits, _SAMPLE_STRIDE, self._rank_in_sample())
         candidates = self._selection.candidates(bits, least)
@@ -296,7 +296,7 @@ class TopK(Compressor):
                 return
             candidates = self._selection.candidates(bits, lower)
         assert candidates is not None, "more elements reach the threshold than were counted"
-        self._choose_of(candidates[0], positions)
+        self._choose_from(candidates[0], positions)
         np.take(candidates[1], positions, out=positions, mode="clip")
 
     def _rank_in_sample(self) -> int:
@@ -307,14 +307,14 @@ class TopK(Compressor):
         expected = self.kept / _SAMPLE_STRIDE
         return math.ceil(expected + 4 * math.sqrt(expected)) + 2
 
-    def _choose_of(self, bits: np.ndarray, positions: np.ndarray, guess: int | None = None) -> None:
-        """Write the positions of the elements to keep, by a partition of all elements unless `guess` is the smallest to keep."""
+    def _choose_from(self, bits: np.ndarray, positions: np.ndarray, guess: int | None = None) -> None:
+        """Write the positions of the elements to keep. If `guess` is not the smallest of them, find it by a partition."""
         least = self._selection.threshold(bits, self.kept) if guess is None else guess
         reached, chosen = self._selection.counts(bits, (least, least + 1))
         if chosen < self.kept <= reached:
             self._fill(bits, Band(least + 1, least), chosen, reached - chosen, positions)
         else:
-            self._choose_of(bits, positions)
+            self._choose_from(bits, positions)
 
     def _fill(self, bits: np.ndarray, band: Band, chosen: int, ties: int, positions: np.ndarray) -> None:
         """Write the positions of the elements to keep: the `chosen` ones above a band, and a window of the `ties` ones in it."""

@@ -211,7 +211,7 @@ class Commands(click.Group):
                     error if command is None else _with_values(error, click.Context(command, ctx, ctx.invoked_subcommand))
                 ) from None
             except click.UsageError as error:
-                raise _of_several_paths(error) from None
+                raise _with_path_advice(error) from None
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
         """Return the command as click does. Raise if it is unknown, naming the nearest one, or if an option has no value."""
@@ -286,7 +286,7 @@ def _with_values(error: click.BadOptionUsage, ctx: click.Context) -> click.Usage
     return click.BadOptionUsage(error.option_name, f"{error.option_name} needs a value: {_values(option, ctx)}.", ctx)
 
 
-def _of_several_paths(error: click.UsageError) -> click.UsageError:
+def _with_path_advice(error: click.UsageError) -> click.UsageError:
     """Return the error for unexpected words with advice if they are paths, as after a pattern of the shell such as runs/*."""
     unexpected = re.fullmatch(r"Got unexpected extra arguments? \((.*)\)", error.message)
     words = [] if unexpected is None else unexpected[1].split(" ")

@@ -74,20 +74,20 @@ class _Signature:
     local_rank: str
 
 
-def _of_world(name: str, prefix: str) -> _Signature:
+def _world_signature(name: str, prefix: str) -> _Signature:
     size, rank = f"{prefix}_SIZE", f"{prefix}_RANK"
     return _Signature(name, size, size, rank, f"{prefix}_LOCAL_SIZE", f"{prefix}_LOCAL_RANK")
 
 
 # The first one whose marker is set counts. A process manager that starts through another one (hydra in a Slurm job) precedes it.
 _SIGNATURES = (
-    _of_world("Open MPI mpiexec", "OMPI_COMM_WORLD"),
-    _of_world("MVAPICH mpirun", "MV2_COMM_WORLD"),
+    _world_signature("Open MPI mpiexec", "OMPI_COMM_WORLD"),
+    _world_signature("MVAPICH mpirun", "MV2_COMM_WORLD"),
     _Signature("Cray PALS mpiexec", "PALS_RANKID", "PMI_SIZE", "PALS_RANKID", "PALS_LOCAL_SIZE", "PALS_LOCAL_RANKID"),
     _Signature("MPICH hydra mpiexec", "MPI_LOCALNRANKS", "PMI_SIZE", "PMI_RANK", "MPI_LOCALNRANKS", "MPI_LOCALRANKID"),
 )
 _INTEL = "Intel MPI mpiexec"
-_OF_HYDRA = ("MPICH hydra mpiexec", _INTEL)
+_HYDRA_NAMES = ("MPICH hydra mpiexec", _INTEL)
 _PMI = _Signature("a PMI launcher", "PMI_RANK", "PMI_SIZE", "PMI_RANK", "PMI_LOCAL_SIZE", "PMI_LOCAL_RANK")
 
 
@@ -124,11 +124,10 @@ def place_of(rank: int | None) -> str:
 def may_overlook_exit_codes(environ: Mapping[str, str]) -> bool:
     """Return whether the launcher notices a rank ended by a signal, but may miss one that exits with a code.
 
-    True for hydra. If it learns of an exit before it sees the rank's
-    descriptor close, for example while it forwards a last message, it closes the descriptor itself, and keeps waiting for ranks
-    that wait for the lost one.
+    True for hydra. If it learns of an exit before it sees the rank's descriptor close, for example while it forwards a last
+    message, it closes the descriptor itself. It then keeps waiting for ranks that wait for the lost one.
     """
-    return started_by(environ).name in _OF_HYDRA
+    return started_by(environ).name in _HYDRA_NAMES
 
 
 def started_by(environ: Mapping[str, str]) -> Launcher:
@@ -237,7 +236,7 @@ def _gone_server(environ: Mapping[str, str], root: Path) -> str | None:
 
 def _missing_connection(launcher: Launcher, environ: Mapping[str, str]) -> str | None:
     """Return a sentence if the environment has no means for a rank to connect to the others; otherwise None."""
-    if launcher.name not in (*_OF_HYDRA, _PMI.name) or (launcher.expected_size or 1) == 1:
+    if launcher.name not in (*_HYDRA_NAMES, _PMI.name) or (launcher.expected_size or 1) == 1:
         return None
     if any(name.startswith(_CONNECTION_VARIABLES) for name in environ):
         return None

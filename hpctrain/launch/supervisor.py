@@ -328,7 +328,7 @@ class Supervisor:
         self.attempts: list[Attempt] = []
         self._command, self._rules, self._runner = command, rules, runner
         self._look, self._keep, self._say = look, keep, say
-        self._failures, self._failures_of = 0, Counter[str]()  # by node
+        self._failures, self._node_failures = 0, Counter[str]()  # by node
         self._run: Path | None = None
 
     def run(self) -> int:
@@ -357,7 +357,7 @@ class Supervisor:
         return Attempt(len(self.attempts) + 1, words, begin, end, code, traces, excluded, reason), pause_seconds
 
     def _excluded(self) -> tuple[str, ...]:
-        return tuple(sorted(node for node, failures in self._failures_of.items() if failures >= _BAD))
+        return tuple(sorted(node for node, failures in self._node_failures.items() if failures >= _BAD))
 
     def _words(self, excluded: Sequence[str]) -> tuple[str, ...]:
         """Return the command of the next attempt. Without a checkpoint, the command is repeated unchanged."""
@@ -385,7 +385,7 @@ class Supervisor:
         rules = self._rules
         self._failures = failures = 1 if progress else self._failures + 1
         if rules.excludes and traces.node:
-            self._failures_of[traces.node] += 1
+            self._node_failures[traces.node] += 1
         if failures > rules.restarts:
             times = f"{failures} failures without a new checkpoint" if failures > 1 else "a failure"
             return None, f"given up after {times}"

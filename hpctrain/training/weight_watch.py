@@ -35,7 +35,7 @@ from hpctrain.training.finiteness import Finding, Held
 _PER_GROUP = 4  # numbers: both halves and their squares
 _HALF_BITS = 16
 _HALF = (1 << _HALF_BITS) - 1
-_KINDS = 2  # of arrays: those that all ranks hold alike, and parts of split layers
+_KINDS = 2  # kinds of arrays: those that all ranks hold alike, and parts of split layers
 
 
 class AgreedChecksums:

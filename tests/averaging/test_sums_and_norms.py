@@ -273,7 +273,7 @@ def test_a_part_that_cuts_a_term_is_a_bug() -> None:
 
 
 @given(cut=st.integers(0, 70), begin=st.integers(0, 70), size=st.integers(0, 70), written=st.integers(0, 1))
-def test_a_part_that_is_taken_before_it_is_written_has_the_sums_of_before(cut: int, begin: int, size: int, written: int) -> None:
+def test_sums_of_a_part_are_those_before_its_write(cut: int, begin: int, size: int, written: int) -> None:
     group = make_group()
     owned = group.covering(min(begin, group.size), min(begin + size, group.size))
     parts = [group.covering(0, cut), group.covering(cut, group.size)]

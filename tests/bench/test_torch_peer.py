@@ -1,4 +1,4 @@
-"""The peer in PyTorch: it steps a network of torchvision in a process of its own when it is asked to."""
+"""The peer in PyTorch runs steps of a torchvision network in a separate process on request."""
 
 from __future__ import annotations
 

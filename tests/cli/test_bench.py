@@ -101,7 +101,7 @@ def test_a_traced_run_prints_and_keeps_where_its_time_went(folder: Path, ranks: 
 @pytest.mark.parametrize(
     ("mode", "lines"), [("test", []), ("none", ["progress none: messages move by themselves while layers compute"])]
 )
-def test_the_way_of_progress_is_recorded_and_reported_unless_it_is_the_default(folder: Path, mode: str, lines: list[str]) -> None:
+def test_the_progress_mode_is_recorded_and_reported_unless_it_is_the_default(folder: Path, mode: str, lines: list[str]) -> None:
     outcome, run = _train(2, folder, f"progress={mode}", "--steps", "1")
     assert next(line for line in run.metrics() if line["kind"] == "progress")["mode"] == mode
     assert [line for line in outcome.stdout.splitlines() if line.startswith("progress")] == lines

@@ -1,4 +1,4 @@
-"""`hpctrain doctor` as users start it: well where all is well, and broken environments, each named with the fix.
+"""`hpctrain doctor` as users start it: no finding in a sound environment, and the fix for each broken one.
 
 Clocks that are apart and nodes with unlike files are made up in tests/doctor; all else is staged for real processes.
 """
@@ -60,7 +60,7 @@ def examined(job: Job, folder: Path, *words: str, ranks: int = 0, env: Mapping[s
     return findings(outcome)
 
 
-def test_a_sound_job_is_well_on_one_screen(job: Job, folder: Path) -> None:
+def test_a_job_without_faults_fits_one_screen(job: Job, folder: Path) -> None:
     outcome = job(2, [*DOCTOR, "tiny.yaml"], cwd=folder, timeout_seconds=150)
     assert outcome.code == 0, outcome.output
     lines = outcome.stdout.splitlines()

@@ -141,7 +141,7 @@ data convert folder: photos file/out.h5 --size 4 => file/out.h5 cannot be writte
 """
 #: that take nothing, and so does what follows; the doctor forks before it reads a file: see `tests/cli/test_doctor.py`
 _WITHOUT_MISTAKE = ("config list", "config schema", "doctor", *(f"list {kind}" for kind in KINDS))
-#: whose wrong calls are recorded in `tests/golden`
+#: commands whose wrong calls are recorded in `tests/golden`
 _RECORDED = ("completion", "sites", "weights show")
 MISTAKES: dict[str, list[tuple[list[str], str]]] = {name: [] for name in (*_WITHOUT_MISTAKE, *_RECORDED)}
 for _line in _MISTAKE_LINES.strip().splitlines():
@@ -338,8 +338,8 @@ def test_an_interrupted_command_ends_with_one_sentence(words: str, monkeypatch: 
     assert (outcome.stderr, outcome.exit_code) == ("hpctrain: Interrupted by Ctrl-C.\n", 130)
 
 
-def test_an_unknown_command_is_answered_in_lines_that_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The names of all commands made one line of 280 columns."""
+def test_the_answer_to_an_unknown_command_fits_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A line with the names of all commands would have 280 columns."""
     monkeypatch.setenv("COLUMNS", "80")
     outcome = CliRunner().invoke(cli, ["tarin"])
     assert '"train"' in outcome.stderr

@@ -1,4 +1,4 @@
-"""A report in a real browser, light and dark, wide and narrow: its figures are there, and it says nothing on its console."""
+"""A report in a real browser, light and dark, wide and narrow: its figures appear, and its console stays empty."""
 
 from __future__ import annotations
 

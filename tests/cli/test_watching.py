@@ -1,4 +1,4 @@
-"""`hpctrain watch` and the bar of a pass: the screen, and what is there to show."""
+"""The screen of `hpctrain watch`, and the progress bar of a pass."""
 
 from __future__ import annotations
 
@@ -203,7 +203,7 @@ def test_a_rank_that_failed_is_named_with_its_sentence() -> None:
     assert " left  " not in text
 
 
-def test_the_screen_is_of_ascii_where_the_output_is() -> None:
+def test_the_screen_is_ascii_if_the_output_is() -> None:
     class Ascii(io.StringIO):
         encoding = "ascii"
 

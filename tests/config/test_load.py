@@ -283,7 +283,7 @@ def test_an_action_alone_takes_overrides_of_its_section():
 @pytest.mark.parametrize(
     ("neutral", "former"), [("on_lost_rank: {action: stop, least: 1}", "on_lost_rank: {action: shrink, least: 2}")]
 )
-def test_removed_keys_are_refused_unless_they_change_nothing_or_an_earlier_release_has_stored_them(neutral, former):
+def test_removed_keys_are_refused_unless_neutral_or_stored_by_an_earlier_release(neutral, former):
     current = parse(TEXT)[0]
     assert parse(f"{TEXT}\n{neutral}\n")[0] == current
     assert parse(f"{TEXT}\n{former}\n", stored=True)[0] == current

@@ -255,7 +255,7 @@ def gathered(ranks: int) -> list[str]:
     return run_virtual(ranks, program)
 
 
-def test_nodes_that_are_alike_are_well() -> None:
+def test_equal_nodes_have_no_finding() -> None:
     assert node_checks.judge_versions(view(1, 1, 1), gathered(3))[0].key == ""
 
 

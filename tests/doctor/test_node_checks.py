@@ -254,7 +254,7 @@ def test_data_that_do_not_fit_each_other_are_a_fault(folder: Path) -> None:
     assert f"other.h5 has other classes than {folder}/train.h5" in found.sentence
 
 
-def test_a_missing_file_is_a_fault_with_its_cure(folder: Path) -> None:
+def test_a_missing_file_is_a_fault_with_a_fix(folder: Path) -> None:
     own = OwnPlace(ALONE, load(folder / "tiny.yaml", ["data.test=nowhere.h5"])[0], folder / "runs")
     place: Any = SimpleNamespace(own=own, world=SingleCommunicator())
     [found] = file_checks.judge_same(view(1), [file_checks.gather_same(place)])

@@ -1,4 +1,4 @@
-"""Progress modes over MPI give the same bits; and traces of several ranks have one clock."""
+"""Progress modes over MPI yield the same bits, and traces of several ranks share one clock."""
 
 from __future__ import annotations
 

@@ -168,7 +168,7 @@ def test_parameters_are_watched_where_nothing_else_writes_them(parameters: bool,
     assert _changed(guards) == found
 
 
-def test_what_is_remembered_is_no_damage() -> None:
+def test_remembered_changes_are_no_damage() -> None:
     group = _group("float64")
     watched, guards = _bound(group)
     for number in range(4):

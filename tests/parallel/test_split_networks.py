@@ -401,7 +401,7 @@ def test_parts_of_parameters_are_those_of_the_whole_network(rows: int) -> None:
 @pytest.mark.parametrize("use", [_D, _M])
 @pytest.mark.parametrize("rows", [2, 3])
 def test_memory_of_a_program_is_the_arena_and_its_messages(rows: int, use: Parallelism) -> None:
-    """Known before the program is made: one buffer for all moves."""
+    """The plan determines the memory before the program is made; all moves share one buffer."""
     plan = ParallelPlan(rows, 1, use)
 
     def program(comm: ThreadCommunicator) -> None:

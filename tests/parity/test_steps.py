@@ -70,7 +70,7 @@ def assert_a_step_is_torchs(network: Network, module: Any, ids: np.ndarray, pixe
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "pixels"), [("resnet20", 9), ("resnet18", 33), ("resnet50", 33)])
-def test_a_step_of_stochastic_depth_is_torchs_with_the_same_masks(name: str, pixels: int) -> None:
+def test_stochastic_depth_equals_torch_with_the_same_masks(name: str, pixels: int) -> None:
     options = {"classes": CLASSES, "stochastic_depth": LAST, "seed": SEED}
     network = Network(catalogue.build(name, options), (pixels, pixels, 3), NumpyKernelSet(), dtype="float64", seed=1)
     module = torch_module(name, 1.0, network_state.export(network), "float64")

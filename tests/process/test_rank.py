@@ -89,7 +89,7 @@ def test_the_first_rank_of_a_node_removes_what_dead_jobs_left_and_says_so_once(
 
 
 @pytest.mark.job
-def test_what_a_trial_of_mpi_has_found_reaches_the_session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_outcome_of_a_trial_of_mpi_reaches_the_session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is made once the configuration is read, and before MPI starts."""
     seen: list[Any] = []
 

@@ -334,7 +334,7 @@ def _rank(*, may_communicate: bool = True) -> Any:
     return SimpleNamespace(world=world, progress=engine, threads_may_communicate=may_communicate, mpi_library=library)
 
 
-def test_a_thread_that_may_not_call_is_refused() -> None:
+def test_a_progress_thread_is_refused_if_mpi_does_not_allow_it() -> None:
     with pytest.raises(ConfigError, match=r"progress is thread, .* but MPI has started at level single"):
         set_progress(_rank(may_communicate=False), SimpleNamespace(), "thread")
 

@@ -103,7 +103,7 @@ def test_steps_beyond_eight_digits_still_sort(tmp_path):
     assert newest(tmp_path) == checkpoint_path(tmp_path, 100_000_000)
 
 
-def test_the_newest_valid_one_passes_over_damage(tmp_path):
+def test_the_newest_valid_checkpoint_is_found_despite_damage(tmp_path):
     for step in (7, 9, 25, 225):
         write(checkpoint_path(tmp_path, step), content(step))
     damage(checkpoint_path(tmp_path, 225))

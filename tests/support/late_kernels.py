@@ -109,7 +109,7 @@ class LateDescent:
 
 @dataclass(frozen=True)
 class LateWordSums:
-    """Sums of arrays of the host, taken in their turn."""
+    """Sums of host arrays, computed in the order of enqueued work."""
 
     queue: Queue
     inner: Any

@@ -1,4 +1,4 @@
-"""The newest checkpoint of a directory, read."""
+"""Read the newest checkpoint of a directory."""
 
 from pathlib import Path
 

@@ -107,7 +107,7 @@ def test_every_place_that_waits_matters(emulated_device: EmulatedDeviceFactory) 
 @pytest.mark.sample(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["sharded", "bucketed", "priority"])
-def test_steps_allocate_nothing_and_wait_where_it_is_said(strategy: str, emulated_device: EmulatedDeviceFactory) -> None:
+def test_steps_allocate_nothing_and_wait_only_where_documented(strategy: str, emulated_device: EmulatedDeviceFactory) -> None:
     task, (kind, options) = _task(steps=9, samples=40), WAYS[strategy]
     page = (Path(__file__).parents[2] / "docs" / "gpu.md").read_text()
 

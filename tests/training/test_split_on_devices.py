@@ -68,7 +68,7 @@ PRESSING: dict[int, tuple[type, dict[str, Any]]] = {
 
 
 def plan_of(model: str, kind: str, rows: int, cols: int) -> ParallelPlan:
-    """One of the kinds of plans on a grid."""
+    """Return a plan of this kind on a grid."""
     if kind == "mixed":
         return ParallelPlan(rows, cols, Parallelism.DOMAIN, _MIXED[model])
     if kind == "tiles":
@@ -238,7 +238,7 @@ def words(graph: PartitionedGraph, rank: int) -> Iterator[tuple[int, int]]:
 
 @pytest.mark.sample(1)
 @pytest.mark.slow
-def test_steps_allocate_nothing_and_wait_where_it_is_said(emulated_device: EmulatedDeviceFactory) -> None:
+def test_steps_allocate_nothing_and_wait_only_where_documented(emulated_device: EmulatedDeviceFactory) -> None:
     task = task_of("residual", "mixed", 2, 1, steps=9, samples=40)
     page = (Path(__file__).parents[2] / "docs" / "gpu.md").read_text()
 

@@ -90,7 +90,7 @@ def _statistic(replica: Replica) -> None:
 
 
 def _run(comm: ThreadCommunicator, task: Task, strategy: tuple[type[Strategy], dict[str, Any]], flip: Flip, ranks: Ranks) -> Run:
-    """A training in which some ranks have a flipped bit before step `FLIPPED_STEP`, after the end of the steps before."""
+    """Train; flip a bit on some ranks before step `FLIPPED_STEP`, when all earlier steps have ended."""
     kind, options = strategy
     replica, run = replica_of(task, comm, virtual_engine(comm), kind, **options), Run()
     replica.require_alike(schedules=True)
@@ -375,7 +375,7 @@ def _device_state(replica: Replica) -> None:
 @pytest.mark.parametrize("flip", [_device_parameter, _device_state])
 @pytest.mark.parametrize("strategy", DEVICE_STRATEGIES)
 def test_a_flipped_bit_is_found_and_named(strategy: str, flip: Flip, emulated_device: EmulatedDeviceFactory) -> None:
-    """Of three ranks: by the others or by itself, by the step in which it is compared next."""
+    """Of three ranks, the others or the rank itself find it at the next comparison."""
     precision: Precision = "bfloat16" if strategy in ("overlap", "lazy") else "float64"
     ranks = (1,) if flip is _device_parameter or strategy in ("blocking", "overlap") else (0, 1, 2)
 

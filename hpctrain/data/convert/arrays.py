@@ -100,7 +100,7 @@ def opened(file: Path, images: str | None = None, labels: str | None = None, lay
         pixels, targets = _npy(file), _npy(Path(labels))
         names = str(file), labels
     else:
-        with _errors_of(file, "cannot be read"), open(open_regular(file), "rb") as content:  # NumPy leaves a damaged file open
+        with _data_errors(file, "cannot be read"), open(open_regular(file), "rb") as content:  # NumPy leaves a damaged file open
             arrays = np.load(content, allow_pickle=False)
             if not hasattr(arrays, "zip"):
                 raise DataError(f"{file} holds a single array; rename it to .npy, and give the labels in --labels.")
@@ -111,12 +111,12 @@ def opened(file: Path, images: str | None = None, labels: str | None = None, lay
         names = f"{chosen[0]} in {file}", f"{chosen[1]} in {file}"
     first = channels_first(names[0], pixels.shape, pixels.dtype, layout)
     values, classes = class_labels(names[1], targets, len(pixels))
-    return ForeignImages(file, pixels, first, values, classes, partial(_errors_of, file))
+    return ForeignImages(file, pixels, first, values, classes, partial(_data_errors, file))
 
 
 def _npy(path: Path) -> np.ndarray:
     require_file(path, "array file", "give the path of an existing .npy")
-    with _errors_of(path, "cannot be read"):
+    with _data_errors(path, "cannot be read"):
         return np.asarray(np.load(path, mmap_mode="r", allow_pickle=False))
 
 
@@ -133,7 +133,7 @@ def _key(file: Path, arrays: Any, key: str | None, usual: Sequence[str], option:
     return found
 
 
-def _errors_of(path: Path, what: str) -> AbstractContextManager[None]:
+def _data_errors(path: Path, what: str) -> AbstractContextManager[None]:
     return errors_as(DataError, lambda why: f"{path} {what}: {why}.", reason)
 
 

@@ -38,10 +38,10 @@ def opened(path: Path, images: str = "images", labels: str = "labels", layout: L
             labels.
     """
     require_file(path, "foreign HDF5 file", "give the path of an existing one")
-    with _errors_of(path, "cannot be read"):
+    with _data_errors(path, "cannot be read"):
         file = h5py.File(os.path.realpath(path), "r", locking=False)
     with file:
-        with _errors_of(path, "cannot be read"):
+        with _data_errors(path, "cannot be read"):
             pixels, targets = _dataset(path, file, images, "--images"), _dataset(path, file, labels, "--labels")
             _check_memory(path, pixels)
             names = f"{pixels.name[1:]} in {path}", f"{targets.name[1:]} in {path}"
@@ -50,7 +50,7 @@ def opened(path: Path, images: str = "images", labels: str = "labels", layout: L
                 pixels, targets = _MatlabArray(pixels, count), _MatlabArray(targets, count)
             first = channels_first(names[0], tuple(pixels.shape or ()), pixels.dtype, layout)
             of_labels = class_labels(names[1], targets, len(pixels))
-            source = ForeignImages(path, pixels, first, *of_labels, partial(_errors_of, path))
+            source = ForeignImages(path, pixels, first, *of_labels, partial(_data_errors, path))
         yield source
 
 
@@ -121,5 +121,5 @@ def _check_memory(path: Path, images: h5py.Dataset) -> None:
     require_memory(math.prod(images.shape[1:]) * images.dtype.itemsize, f"An image of {name}")
 
 
-def _errors_of(path: Path, what: str) -> AbstractContextManager[None]:
+def _data_errors(path: Path, what: str) -> AbstractContextManager[None]:
     return errors_as(DataError, lambda why: f"The HDF5 file {path} {what}: {why}.", reason)

@@ -309,9 +309,7 @@ CHECKSUM_SIZES = (0, 5, TILE + 3, 0, 255, 256, 257, 2 * TILE, 1, 3 * TILE - 1, 0
 
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 @pytest.mark.parametrize("seed", range(3))
-def test_sums_are_of_the_words_at_the_point_at_which_they_are_asked_for(
-    cuda_kernels: CudaKernelsFactory, dtype: str, seed: int
-) -> None:
+def test_sums_use_the_words_at_the_time_of_the_request(cuda_kernels: CudaKernelsFactory, dtype: str, seed: int) -> None:
     kernels = cuda_kernels(seed=seed)
     values, arrays = _placed(kernels, dtype, CHECKSUM_SIZES)
     sums = kernels.arithmetic.word_sums(arrays)
