@@ -2,7 +2,7 @@
 # make quick    lint and the fast tests, one case of each: a minute
 # make test     all but `thorough` tests, with a sample of their cases: 2, 3 and 4 ranks, one process, Open MPI; 15 minutes on 2 cores
 # make test-all all cases of every test, 6,000 combinations of options, 64 ranks, kills, signals; hours
-# make size     lines of each room against its budget, and what the working tree adds to the commit BASE; LOWER=1 lowers limits
+# make size     compare the lines of each room with its budget and with the commit BASE; LOWER=1 lowers limits
 # make check    lint, types, import contract, single-process tests
 # make test-N   the tests that need N ranks
 # make test-mpich     all but the tests on Open MPI
@@ -13,7 +13,7 @@
 # make grid-seeds    split layers next to every averaging strategy, with messages in several adversarial orders
 # make many-ranks   64 ranks on this machine: they train as one rank does, on MPICH, then on Open MPI; MANY_RANKS=16: fewer; 10 minutes
 # make combinations  options combined so that every pair meets, against one rank: HPCTRAIN_COMBINATIONS (2,000) of each of three seeds
-# make refusals the answers to wrong calls in tests/golden/refusals.txt; read the diff
+# make refusals write the answers to wrong calls to tests/golden/refusals.txt; then read the diff
 # make site     the pages of docs/ as a web site in build/site; a warning is a failure
 # make release TAG=v0.1.0   sdist and wheel in build/dist, compared with tag and changelog, tried in an empty environment (needs PyPI)
 # make docs     write the reference parts of docs/ (options.md, the table of keys in config.md) and jobs/ from the program

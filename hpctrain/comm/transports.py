@@ -102,8 +102,8 @@ class StagedSums:
 
         Args:
             post: function of the mirrors that posts the operation. An array on the host is its own mirror.
-            arrays: each array with the intervals of elements that are copied to its mirror before the operation, and of those
-                that are copied back after it, for at most one array.
+            arrays: each array, the intervals of elements to copy to its mirror before the operation, and those to copy back
+                after it. At most one array has intervals to copy back.
         """
         mirrors: list[Array] = []
         leaving: list[tuple[np.ndarray, Array]] = []

@@ -59,7 +59,7 @@ class SchedulerJob:
         """
         here = own_job(os.environ)
         if not self.number or (self.scheduler, self.cluster) != (here.scheduler, here.cluster):
-            return None  # only within one of its scheduler's clusters is a job's number unique
+            return None  # a job's number is unique only within one cluster of its scheduler
         if self.number == here.number and self.restart >= here.restart:
             return None  # its own job cannot be over
         command = ["squeue", "--noheader", "--states=all", "--format=%T", f"--jobs={self.number}"]

@@ -184,7 +184,7 @@ def run_training(
         steps: number of steps to train; 0: no limit.
         schedule_from: run or checkpoint whose averaging is repeated (see `agree_schedules`); None: no repetition.
         style: display of the progress, see `ConsoleReporter`; "none" prints only warnings and errors.
-        ownership: ownership with which this job takes the run. None: one that only this call knows.
+        ownership: ownership with which this job takes the run. None: this call creates one.
         end_after: callback of the program, called after each epoch on all ranks; None: there is none.
         in_program: whether a Python program is the caller. Lines on how to resume then name arguments instead of options.
         trial: whether the caller deletes the run directory if the run succeeds. The end of the run then names none of its files.

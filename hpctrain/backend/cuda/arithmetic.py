@@ -107,7 +107,7 @@ class ArrayTable(_TiledArrays):
 def _table(
     made: dict[tuple[object, ...], ArrayTable], runtime: CudaRuntime, staging: Staging, arrays: Sequence[DeviceArray]
 ) -> ArrayTable:
-    """Return the table of these arrays from `made`, where the first call for them puts it."""
+    """Return the table of these arrays from `made`. The first call for them creates it."""
     key = tuple((array.pointer, array.size, array.dtype) for array in arrays)
     if key not in made:
         made[key] = ArrayTable(runtime, arrays, staging)
