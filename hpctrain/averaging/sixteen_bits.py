@@ -264,7 +264,7 @@ class Rounding:
         """Return, by rank, the bytes (int64) that rounding saves in a reduce-scatter of parts of `counts` elements."""
         saved = [_saved_bytes(count, item_bytes, self.gradients) for count in counts]
         nodes = len(saved) // self.per_node  # ranks with the same local number on all nodes are neighbours
-        return np.concatenate([_of_others(saved[begin : begin + nodes]) for begin in range(0, len(saved), nodes)])
+        return np.concatenate([_sums_without_own(saved[begin : begin + nodes]) for begin in range(0, len(saved), nodes)])
 
     def saved_by_allreduce(self, size: int, ranks: int, item_bytes: int) -> np.ndarray:
         """Return, by rank, the bytes that rounding saves in an allreduce of `size` elements.
@@ -278,10 +278,10 @@ class Rounding:
 
     def saved_by_gather(self, counts: Sequence[int], item_bytes: int) -> np.ndarray:
         """Return, by rank, the bytes that rounding saves in an allgather of parameters."""
-        return _of_others([_saved_bytes(count, item_bytes, self.parameters) for count in counts])
+        return _sums_without_own([_saved_bytes(count, item_bytes, self.parameters) for count in counts])
 
 
-def _of_others(by_rank: Sequence[int]) -> np.ndarray:
+def _sums_without_own(by_rank: Sequence[int]) -> np.ndarray:
     """Return, for each rank, the sum of all other ranks' numbers."""
     numbers = np.array(by_rank, np.int64)
     return np.sum(numbers) - numbers

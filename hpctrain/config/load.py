@@ -173,7 +173,7 @@ def load(path: str | Path, overrides: Sequence[str] = (), refusal: Refusal | Non
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: Byte {error.start} is not valid UTF-8; save the file as UTF-8.") from None
     except IsADirectoryError:
-        raise ConfigError(_of_directory(Path(path))) from None
+        raise ConfigError(_directory_message(Path(path))) from None
     except OSError as error:
         near = _nearest_file(Path(path)) if isinstance(error, FileNotFoundError) else None
         advice = "give the path of a YAML file" if near is None else f"the nearest YAML file is {near}"
@@ -182,7 +182,7 @@ def load(path: str | Path, overrides: Sequence[str] = (), refusal: Refusal | Non
     return parse(text, str(path), overrides, refusal)
 
 
-def _of_directory(path: Path) -> str:
+def _directory_message(path: Path) -> str:
     """Return the message for a directory that is given as a configuration file."""
     if (path / "config.yaml").is_file():
         return (
@@ -287,7 +287,7 @@ def _faults(error: ValidationError, data: Any, source: Source, refusal: Refusal 
     refused = {} if refusal is None else {path: refusal(path, name) for path, name in names_in(data)}
     unknown = {path: sentence for path, sentence in refused.items() if sentence is not None}
     yield from (((*path, "name"), sentence) for path, sentence in unknown.items())
-    for fault in answers.faults_of(error, Config, meant=_meant):
+    for fault in answers.schema_faults(error, Config, meant=_meant):
         if not (fault.rule == answers.MISSING and fault.path[:-1] in unknown):
             yield fault.path, str(fault) + _replaced_hint(fault.path, data, source)
 

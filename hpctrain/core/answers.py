@@ -138,7 +138,7 @@ def _sibling(schema: type[BaseModel], path: KeyPath) -> KeyPath | None:
     return None if near is None else (*path[:-1], near)
 
 
-def faults_of(
+def schema_faults(
     error: ValidationError, schema: type[BaseModel], *, meant: Callable[[KeyPath], KeyPath | None] | None = None
 ) -> list[Fault]:
     """Return the faults that pydantic has found, in the order of the schema. A misspelt key is one fault, not also a missing key.
@@ -176,7 +176,7 @@ def _fault(item: Mapping[str, Any], schema: type[BaseModel], meant: Callable[[Ke
     return Fault(path, rule_of(item), NONE if is_whole else value)
 
 
-def error_of(faults: Iterable[Fault], source: Source | None = None) -> ConfigError:
+def config_error(faults: Iterable[Fault], source: Source | None = None) -> ConfigError:
     """Return the error with the sentence of each fault, and its position if there is a source."""
     sentences = (str(fault) if source is None else str(source.error(fault.path, str(fault))) for fault in faults)
     return ConfigError("\n".join(dict.fromkeys(sentences)))

@@ -71,7 +71,7 @@ def check_file(path: Path, threads: int = 1, advance: Advance = lambda count: No
     check_structure(path, contents)
     check_place(path, contents.images)
     check_names(path, contents.class_names)
-    findings = list(_of_contents(path, contents))
+    findings = list(_content_findings(path, contents))
     samples = _Samples(ImageFile.of(path, contents), contents, threads)
     findings += samples.check(advance)
     findings += _duplicates(samples)
@@ -79,7 +79,7 @@ def check_file(path: Path, threads: int = 1, advance: Advance = lambda count: No
     return CheckedFile(path, len(contents.labels), len(contents.class_names), tuple(findings))
 
 
-def _of_contents(path: Path, contents: Stored) -> Iterator[FileFinding]:
+def _content_findings(path: Path, contents: Stored) -> Iterator[FileFinding]:
     """Yield findings about all contents other than the images."""
     changed = changed_datasets(contents)
     if changed:

@@ -83,13 +83,13 @@ def describe_cores(cpus: Sequence[Cpus], node_of: Sequence[int]) -> str:
         patterns.setdefault(tuple(cpus[rank] for rank in ranks), []).extend(ranks)
     if len(patterns) == 1:
         alike = f" on each of {len(ranks_of)} nodes" if len(ranks_of) > 1 else ""
-        return f"cores of the ranks: {_of_a_node(next(iter(patterns)))}{alike}"
-    texts = [f"{_of_a_node(pattern)} ({_ranks(ranks)})" for pattern, ranks in patterns.items()]
+        return f"cores of the ranks: {_node_cores(next(iter(patterns)))}{alike}"
+    texts = [f"{_node_cores(pattern)} ({_ranks(ranks)})" for pattern, ranks in patterns.items()]
     left_out = [f"and {len(texts) - _MOST_PATTERNS} more kinds of node"] if len(texts) > _MOST_PATTERNS else []
     return "cores of the ranks: " + "; ".join(texts[:_MOST_PATTERNS] + left_out)
 
 
-def _of_a_node(cpus: Sequence[Cpus]) -> str:
+def _node_cores(cpus: Sequence[Cpus]) -> str:
     if len(cpus) > 1 and len(set(cpus)) == 1:
         return f"{ranges(cpus[0])}, shared by {len(cpus)} ranks"
     texts = [ranges(mask) for mask in cpus]

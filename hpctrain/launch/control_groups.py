@@ -25,14 +25,14 @@ _MEMORY_FILES = (
 
 def available_bytes(root: Path = Path("/")) -> int | None:
     """Return the bytes of memory that processes of this node may still allocate; None if the system does not report it."""
-    rooms = list(_of_machine(root))
+    rooms = list(_machine_bytes(root))
     for controller, mount, *files in _MEMORY_FILES:
         for folder in control_groups(controller, mount, root):
             rooms += _room(folder, *files)
     return max(0, min(rooms)) if rooms else None
 
 
-def _of_machine(root: Path) -> Iterator[int]:
+def _machine_bytes(root: Path) -> Iterator[int]:
     with contextlib.suppress(OSError, ValueError, IndexError):
         for line in (root / _MEMINFO.relative_to("/")).read_text().splitlines():
             if line.startswith("MemAvailable:"):

@@ -127,8 +127,8 @@ def remove_stale(memory: Path = MEMORY) -> Removed:
         used = {path for entry in entries if entry.alive for path in entry.segments}
         dead = [entry for entry in entries if not entry.alive]
         starting = [entry.begin_ns for entry in entries if entry.alive and entry.begin_ns is not None]
-        of_starts, unclear = _of_starts([entry.begin_ns for entry in dead if entry.begin_ns is not None], starting, memory)
-        stale = {*of_starts, *(path for entry in dead for path in entry.segments)} - used
+        left, unclear = _abandoned_segments([entry.begin_ns for entry in dead if entry.begin_ns is not None], starting, memory)
+        stale = {*left, *(path for entry in dead for path in entry.segments)} - used
         sizes = [_remove(path, memory) for path in sorted(stale)]
         for entry in dead:
             if entry.begin_ns is None or not unclear:
@@ -138,7 +138,7 @@ def remove_stale(memory: Path = MEMORY) -> Removed:
     return Removed()
 
 
-def _of_starts(dead_ns: Sequence[int], living_ns: Sequence[int], memory: Path) -> tuple[set[Path], bool]:
+def _abandoned_segments(dead_ns: Sequence[int], living_ns: Sequence[int], memory: Path) -> tuple[set[Path], bool]:
     """Return the segments left by starts of MPI whose ranks are dead, and whether other segments may belong to living ranks.
 
     Args:

@@ -18,7 +18,7 @@ from hpctrain.comm.base import Communicator, Handle, raise_on_all_ranks
 from hpctrain.comm.shared_memory import share
 from hpctrain.config.schema import SYNTHETIC, CacheConfig, DataConfig
 from hpctrain.config.values import AUTO_SIZE
-from hpctrain.core.answers import error_of, faults_of
+from hpctrain.core.answers import config_error, schema_faults
 from hpctrain.core.errors import HpctrainError
 from hpctrain.core.text import size_text
 from hpctrain.data.cache import ALONE, FillingPlan, NodeRank, ReadCounts, SampleCache, bytes_for, held_in
@@ -205,8 +205,8 @@ def cache_of(value: object) -> CacheConfig:
     try:
         return DataConfig.model_validate({"train": SYNTHETIC, "cache": value}).cache
     except ValidationError as error:
-        faults = faults_of(error, DataConfig)
-    raise error_of(faults)
+        faults = schema_faults(error, DataConfig)
+    raise config_error(faults)
 
 
 def give_levels(

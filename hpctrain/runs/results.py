@@ -198,7 +198,7 @@ def summary(record: RunRecord) -> Summary:
     latest = {set_of(entry): entry for entry in (*evaluations, *record.state.of_kind("test"))}
     ranked = [entry for entry in evaluations if isinstance(entry.get("top1"), int | float)]
     best = max(ranked, key=lambda entry: entry["top1"], default=None)
-    epochs, measured = record.state.of_kind("epoch"), _of_latest_start(records)
+    epochs, measured = record.state.of_kind("epoch"), _latest_start(records)
     step = next((entry for entry in reversed(measured) if entry.get("kind") == "steps"), {})
     memory = record.state.latest("memory")
     return Summary(
@@ -333,7 +333,7 @@ def _seconds(records: Sequence[Record]) -> float:
     return float(sum(gap for gap in gaps if 0.0 < gap <= LONGEST_STEP_SECONDS))
 
 
-def _of_latest_start(records: Sequence[Record]) -> Sequence[Record]:
+def _latest_start(records: Sequence[Record]) -> Sequence[Record]:
     """Return the records of the latest start that trained, as speeds of different starts must not be mixed."""
     starts = [number for number, entry in enumerate(records) if entry.get("kind") == "start"]
     ends = [*starts[1:], len(records)]

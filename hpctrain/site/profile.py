@@ -17,7 +17,7 @@ from pydantic import AfterValidator, Field, StringConstraints, ValidationError, 
 from pydantic_core import PydanticCustomError
 
 from hpctrain.config.values import Integer, Section, one_line
-from hpctrain.core.answers import error_of, faults_of
+from hpctrain.core.answers import config_error, schema_faults
 from hpctrain.core.errors import ConfigError
 from hpctrain.core.files import TEXT_BYTES, read_text, user_directory
 from hpctrain.core.text import choices
@@ -252,8 +252,8 @@ def read_site(name: str, environ: Mapping[str, str] = os.environ) -> Site:
     try:
         return Site(name, known[name], SiteProfile.model_validate(data))
     except ValidationError as error:
-        faults = faults_of(error, SiteProfile)
-    raise error_of(faults, source)
+        faults = schema_faults(error, SiteProfile)
+    raise config_error(faults, source)
 
 
 def _extended(path: Path, environ: Mapping[str, str], below: tuple[Path, ...]) -> tuple[Any, dict[KeyPath, str]]:

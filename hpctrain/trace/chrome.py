@@ -158,10 +158,10 @@ def last_steps(trace: Mapping[str, Any]) -> tuple[StepLanes, ...]:
         if spans:
             steps[rank] = max(spans)
     zero = min((begin for begin, _ in steps.values()), default=0.0)
-    return tuple(_of_rank(rank, by_rank[rank], step, zero) for rank, step in steps.items())
+    return tuple(_rank_lanes(rank, by_rank[rank], step, zero) for rank, step in steps.items())
 
 
-def _of_rank(rank: int, events: Sequence[Event], step: Interval, zero: float) -> StepLanes:
+def _rank_lanes(rank: int, events: Sequence[Event], step: Interval, zero: float) -> StepLanes:
     spans: dict[str, list[Interval]] = {kind: [] for kind in PROGRAM.values()}
     for event in events:
         if event["ph"] == "X" and event["cat"] in PROGRAM:

@@ -20,7 +20,7 @@ from pydantic_core import PydanticCustomError
 
 from hpctrain.config import examples
 from hpctrain.config.values import Integer, Number, Section, Text
-from hpctrain.core.answers import Fault, error_of, faults_of
+from hpctrain.core.answers import Fault, config_error, schema_faults
 from hpctrain.core.errors import ConfigError
 from hpctrain.core.files import TEXT_BYTES, read_text
 from hpctrain.core.text import choices
@@ -217,14 +217,14 @@ def parse(text: str, label: str = "machine") -> Machine:
     try:
         fields = MachineFields.model_validate(values)
     except ValidationError as error:
-        faults = faults_of(error, MachineFields)
+        faults = schema_faults(error, MachineFields)
     else:  # missing sources are reported only if all numbers are valid
         how = (
             '; write {value: ..., source: ...} with source "measured" or the origin of the number, or add a source to its section'
         )
         faults = [Fault(path, "has no source", hint=how) for path in reader.without_source]
     if faults:
-        raise error_of(faults, source)
+        raise config_error(faults, source)
     return fields.machine(reader.sources)
 
 

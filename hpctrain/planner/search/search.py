@@ -179,18 +179,18 @@ class _Bounds:
         estimates: list[Estimate] = []
         best: list[Estimate] = []  # best estimate of each grid
         for shape in self._shapes:
-            of_shape = self._of_shape(shape, first, estimates)
-            estimates += of_shape
-            best += sorted(of_shape, key=lambda one: one.seconds)[:1]
+            found = self._shape_estimates(shape, first, estimates)
+            estimates += found
+            best += sorted(found, key=lambda one: one.seconds)[:1]
             if self._shapes[0][0] == 1 and _is_past_the_best(best):
                 break
         for micro_batches in more:
             best_plan = min(estimates, key=lambda one: one.seconds).candidate.plan if estimates else None
             for shape in self._shapes if best_plan is None else ((best_plan.rows, best_plan.cols),):
-                estimates += self._of_shape(shape, micro_batches, estimates)
+                estimates += self._shape_estimates(shape, micro_batches, estimates)
         return sorted(_distinct(estimates), key=lambda one: one.seconds)
 
-    def _of_shape(self, shape: tuple[int, int], micro_batches: int, known: Iterable[Estimate]) -> list[Estimate]:
+    def _shape_estimates(self, shape: tuple[int, int], micro_batches: int, known: Iterable[Estimate]) -> list[Estimate]:
         best: dict[str, float] = {}
         for one in known:
             name = one.candidate.averager.name
