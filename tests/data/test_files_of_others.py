@@ -84,7 +84,8 @@ def _checkpoint(directory: Path) -> object:
 
 
 def _doctor(directory: Path) -> object:
-    doctor._make(doctor.probe_path(directory, "shared"))
+    alone = SingleCommunicator()
+    doctor.gather_shared(SimpleNamespace(world=alone, node=alone, own=SimpleNamespace(directory=directory)))  # type: ignore[arg-type]
     facts = doctor.gather_directory(SimpleNamespace(leads_job=True, directory=directory))  # type: ignore[arg-type]
     if facts is not None and facts.error:
         raise OSError(facts.error, "not written")

@@ -25,8 +25,7 @@ class A:
 
 
 def test_code_is_what_is_neither_blank_nor_comment_nor_docstring() -> None:
-    assert code_lines("a.py", MODULE) == 6
-    assert code_lines("a.md", "# Title\n\ntext\n") == 2
+    assert (code_lines("a.py", MODULE), code_lines("a.md", "# Title\n\ntext\n")) == (6, 2)
 
 
 PROJECT = """
