@@ -153,10 +153,10 @@ class _Asked:
         return {name: getattr(self, name) for name in alike} | {"automatic": self.automatic is not None}
 
     def check(self, watch: SignalWatch | None) -> None:
-        """Raise if an argument is wrong, with the same result on all ranks.
+        """Raise ConfigError if an argument has a wrong type or value, on all ranks alike.
 
         Args:
-            watch: watch of signals; None if there is none.
+            watch: watch of signals; None: `signals` is False, or the caller is not in Python's main thread.
         """
         counts = {"batch": (self.batch, 1), "rows": (self.rows, 1), "cols": (self.cols, 1), "threads": (self.threads, 1)}
         check_counts("cols", "threads", **counts)

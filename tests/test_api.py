@@ -6,6 +6,7 @@ import ast
 import importlib
 import inspect
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -187,6 +188,7 @@ def test_start_reports_a_busy_machine_once(
 ) -> None:
     """The Python API warns with the sentence of the command `train`, to stderr once a job of this process has set up its log."""
     monkeypatch.setattr("hpctrain.launch.threads.node_load", lambda launcher, threads: NodeLoad(2 * others, 1, threads, 2))
+    monkeypatch.setattr(logging.getLogger("hpctrain"), "handlers", [])  # those of another test write to its closed stream
     with hpctrain.start(batch=8):
         pass
     assert (capsys.readouterr().err + caplog.text).count("busy machine: ") == others

@@ -212,7 +212,7 @@ class GradientAverager(ABC):
         """Begin a step.
 
         Args:
-            counts: number of samples of the step on each rank of `comm`.
+            counts: samples of the step on each rank of `comm`; None only if no layer exchanges inputs and errors.
         """
 
     def takes_sufficient_factors(self, parameters: Sequence[Parameter]) -> bool:

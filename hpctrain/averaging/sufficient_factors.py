@@ -92,7 +92,7 @@ class SufficientFactorExchange:
             self._packed, self._all_columns, self._all_errors = self._buffers()
 
     def pack_inputs(self, x: Array | None) -> None:
-        """Copy x (n, K) to the send buffer, with the columns of each rank as one block, in rank order; None: zeros."""
+        """Copy x (n, K), or zeros if it is None, to the send buffer: the columns of each rank as one block, in rank order."""
         assert x is None or x.shape[0] == self._mine, "the number of samples differs from the step's counts"
         begin, values = 0, None if x is None else self._group.arithmetic.to_host(x)
         for columns, spans in zip(self._columns, self._spans, strict=True):
@@ -104,7 +104,7 @@ class SufficientFactorExchange:
             begin += columns
 
     def pack_errors(self, dy: Array | None) -> None:
-        """Copy dy (n, M) to this rank's place among the errors of all ranks; None: zeros."""
+        """Copy dy (n, M), or zeros if it is None, to this rank's place among the errors of all ranks."""
         begin = sum(self._counts[: self._comm.rank]) * self._outputs
         place = self._all_errors[begin : begin + self._mine * self._outputs]
         place[...] = 0 if dy is None else self._group.arithmetic.to_host(dy).reshape(-1)

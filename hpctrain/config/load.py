@@ -408,7 +408,7 @@ def flow(value: Any) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value of a program as plain data, where possible."""
+    """Return dicts, lists, strings of paths and Python's numbers for mappings, sequences, paths and scalars of NumPy."""
     if isinstance(value, Mapping):
         return {key: _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

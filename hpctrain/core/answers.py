@@ -172,7 +172,7 @@ def _fault(item: Mapping[str, Any], schema: type[BaseModel], meant: Callable[[Ke
         keys = [key for key, field in inner.model_fields.items() if field.is_required()] or list(inner.model_fields)[:4]
         alone = getattr(inner, "alone", "")
         return Fault(path, f"must be {alone + ' or ' if alone else ''}a mapping with keys such as {', '.join(keys)}", value)
-    is_whole = item["type"] not in _RULES and isinstance(value, Mapping)
+    is_whole = item["type"] not in _RULES and isinstance(value, Mapping) and inner is not None
     return Fault(path, rule_of(item), NONE if is_whole else value)
 
 

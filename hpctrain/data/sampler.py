@@ -244,8 +244,7 @@ class Mixing:
         for name in ("mixup", "cutmix", "probability", "switch"):
             value, most = getattr(self, name), MOST_ALPHA if name in ("mixup", "cutmix") else 1.0
             if not 0.0 <= value <= most:
-                legal = 0.0 if not value >= 0.0 else most
-                raise ConfigError(f"mixing.{name} {value} is outside [0, {most:g}]; the nearest legal value is {legal:g}.")
+                raise ConfigError(f"mixing.{name} is {value}, but must be from 0 to {most:g}.")
 
     @property
     def mixes(self) -> bool:

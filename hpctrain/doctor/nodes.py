@@ -72,7 +72,7 @@ class MemoryFacts:
 
 
 def gather_memory(place: OwnPlace) -> MemoryFacts | None:
-    """Return the memory of this node, on its first rank. Rank 0 also plans a step with the largest share."""
+    """Return this node's memory, or None on all ranks but its first. Rank 0 plans a step with the largest share of a batch."""
     if not place.leads_node:
         return None
     node_bytes = facts_here().memory_bytes

@@ -275,8 +275,8 @@ class CoreFacts:
     """Cores and threads of a rank.
 
     Attributes:
-        cores: physical cores of these CPUs.
-        threads: number of threads of the rank; None if the requested number was refused.
+        cores: physical cores of `cpus`, the CPUs on which the rank may run.
+        threads: number of threads of the rank; None if the requested number was refused. `pools` has those of each library.
         fault: why the requested number of threads was refused; "" if it was not.
         quota: number of cores that control groups allow; None: no limit.
     """

@@ -125,7 +125,7 @@ def pair(value: PairLike, noun: str) -> Pair:
     """
     rows, columns = (value, value) if isinstance(value, int) else _integers(value)
     if min(rows, columns) < 1:
-        raise ShapeError(f"A {noun} of {(rows, columns)} is below 1; the nearest legal one is {(max(rows, 1), max(columns, 1))}.")
+        raise ShapeError(f"A {noun} is {(rows, columns)}, but both numbers must be at least 1.")
     return rows, columns
 
 
@@ -148,8 +148,7 @@ def edges(padding: EdgesLike) -> Edges:
             f"Padding {values} has {len(values)} values; use one number, (rows, columns) or (top, bottom, left, right)."
         )
     if min(values) < 0:
-        nearest = tuple(max(0, value) for value in values)
-        raise ShapeError(f"A padding of {values} has a negative edge; the nearest legal one is {nearest}.")
+        raise ShapeError(f"A padding is {values}, but each edge must be at least 0.")
     return values
 
 
@@ -458,8 +457,7 @@ class PadChannels(Leaf):
 
     def __init__(self, before: int, after: int) -> None:
         if min(before, after) < 0:
-            nearest = (max(before, 0), max(after, 0))
-            raise ShapeError(f"Channels of padding {(before, after)} are negative; the nearest legal ones are {nearest}.")
+            raise ShapeError(f"Channels of padding are {(before, after)}, but both numbers must be at least 0.")
         self._spec = PadChannelsSpec(before, after)
 
     def spec(self, name: str) -> PadChannelsSpec:

@@ -46,19 +46,13 @@ class LearningRateSchedule(metaclass=CheckedArguments):
         if not (self.base_lr > 0.0 and math.isfinite(self.base_lr)):
             raise ConfigError(f"lr is {self.base_lr}, but must be a positive number; 0.1 is a usual value.")
         if self.epochs < 1:
-            raise ConfigError(f"epochs {self.epochs} is less than 1; the nearest legal value is 1.")
+            raise ConfigError(f"epochs is {self.epochs}, but must be at least 1.")
         if self.steps_per_epoch < 1:
             raise ConfigError(f"An epoch of {self.steps_per_epoch} steps has no updates; it must have at least 1 step.")
         if not 0.0 <= self.warmup_epochs <= self.epochs:
-            legal = 0 if not self.warmup_epochs >= 0.0 else self.epochs
-            raise ConfigError(
-                f"warmup_epochs {self.warmup_epochs} is outside [0, {self.epochs}]; the nearest legal value is {legal}."
-            )
+            raise ConfigError(f"warmup_epochs is {self.warmup_epochs}, but must be from 0 to epochs, {self.epochs}.")
         if not 0.0 <= self.warmup_start <= 1.0:
-            legal = 0 if not self.warmup_start >= 0.0 else 1
-            raise OptionError(
-                f"warmup_start {self.warmup_start} is outside [0, 1]; the nearest legal value is {legal}.", "warmup_start"
-            )
+            raise OptionError(f"warmup_start is {self.warmup_start}, but must be from 0 to 1.", "warmup_start")
 
     @property
     def warmup_steps(self) -> int:
@@ -170,10 +164,7 @@ class Decay(LearningRateSchedule):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 0.0 <= self.final_lr <= self.base_lr:
-            legal = 0.0 if not self.final_lr >= 0.0 else self.base_lr
-            raise OptionError(
-                f"final_lr {self.final_lr} is outside [0, {self.base_lr}]; the nearest legal value is {legal}.", "final_lr"
-            )
+            raise OptionError(f"final_lr is {self.final_lr}, but must be from 0 to lr, {self.base_lr}.", "final_lr")
 
     def between(self, factor: float) -> float:
         """Interpolate linearly between final_lr (factor 0) and base_lr (factor 1)."""
@@ -243,8 +234,7 @@ class OneCycle(LearningRateSchedule):
         for name in ("peak", "final_factor"):
             value = getattr(self, name)
             if not 0.0 <= value <= 1.0:
-                legal = 0 if not value >= 0.0 else 1
-                raise OptionError(f"{name} {value} is outside [0, 1]; the nearest legal value is {legal}.", name)
+                raise OptionError(f"{name} is {value}, but must be from 0 to 1.", name)
 
     @property
     def warmup_steps(self) -> int:
@@ -302,16 +292,13 @@ class Plateau(LearningRateSchedule):
         if not 0.0 < self.factor < 1.0:
             raise OptionError(f"factor {self.factor} is outside (0, 1); the usual value is 0.1.", "factor")
         if self.patience < 1:
-            raise OptionError(f"patience {self.patience} is less than 1; the nearest legal value is 1.", "patience")
+            raise OptionError(f"patience is {self.patience}, but must be at least 1.", "patience")
         if not (self.min_delta >= 0.0 and math.isfinite(self.min_delta)):
             raise OptionError(
                 f"min_delta is {self.min_delta}, but must be a number of at least 0; the default is 0.", "min_delta"
             )
         if not 0.0 <= self.min_lr <= self.base_lr:
-            legal = 0.0 if not self.min_lr >= 0.0 else self.base_lr
-            raise OptionError(
-                f"min_lr {self.min_lr} is outside [0, {self.base_lr}]; the nearest legal value is {legal}.", "min_lr"
-            )
+            raise OptionError(f"min_lr is {self.min_lr}, but must be from 0 to lr, {self.base_lr}.", "min_lr")
 
     def after_warmup(self, step: float, progress: float) -> float:
         return self.base_lr

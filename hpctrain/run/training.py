@@ -240,10 +240,10 @@ class RunEnd:
 
 
 def enter(session: Session, phase: RunPhase) -> None:
-    """Enter a phase of the run together with all ranks, and note it in the flight record. Collective.
+    """Note a phase of the run in the flight record, and check that all ranks enter the same phase. Collective.
 
-    Use it for phases that occur once in a run. Phases of the training loop are noted without this comparison; an autopsy compares
-    them after a deadline has passed.
+    Use it for phases that occur once in a run. Phases of the training loop are only noted; an autopsy compares them after a
+    deadline has passed.
 
     Raises:
         CollectiveMismatchError: a rank has entered another phase, so ranks would wait for each other or match the wrong messages.

@@ -560,7 +560,7 @@ def _listed(path: Path) -> ListedRun | None:
 
 
 def _original(copies: Sequence[ListedRun]) -> ListedRun:
-    """Return the original of the copies of one run, which is in a directory of the recorded name. Without it, add a fault."""
+    """Return the copy whose directory has the recorded name; if none or several have it, the first one with a fault."""
     named = [run for run in copies if run.marker and run.marker.directory == run.path.name]
     if len({run.path.resolve() for run in copies}) == 1 or len(named) == 1:
         return (named or copies)[0]

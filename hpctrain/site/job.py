@@ -68,7 +68,7 @@ class JobRequest:
 
 @dataclass(frozen=True)
 class JobFiles:
-    """The paths of a job's files as they appear in its script, and the training.
+    """Paths of a job's files as its script names them, and the arguments of its training.
 
     Attributes:
         log: path of the log; empty: the scheduler's default.

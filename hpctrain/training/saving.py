@@ -388,7 +388,7 @@ def one_file(
     written: Callable[[], None] = _nothing,
     prepare: Callable[[], None] = _nothing,
 ) -> Writing:
-    """Return a checkpoint as a single file, written by rank 0.
+    """Return the `Writing` with which rank 0 writes a checkpoint as a single file. Nothing is written before it runs.
 
     Args:
         content: content of the file; unused on other ranks.
@@ -414,7 +414,7 @@ def shards(
     written: Callable[[], None] = _nothing,
     prepare: Callable[[], None] = _nothing,
 ) -> Writing:
-    """Return a checkpoint as a directory: a shard per rank, and a manifest that rank 0 writes after all shards. Collective."""
+    """Return the `Writing` of a checkpoint in a directory: a shard per rank, then a manifest by rank 0. Collective."""
     rank = world.rank
     growing: Path = world.broadcast_object(partial_path(path, secrets.token_hex(4)))
 

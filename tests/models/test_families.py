@@ -206,7 +206,10 @@ def test_a_small_vgg_starts_as_whitening_filters_and_identities() -> None:
     sizes = [tensor.shape[1] for tensor in graph_of(built("vgg_small"), 32, 32, 3).tensors if len(tensor.shape) == 4]
     assert sizes == [*[32] * 4, *[16] * 7, *[8] * 7, *[4] * 6, 1]
     assert len(exported_shapes(built("vgg_small", convolutions=3, channels=[32]))) == 1 + 3 * 5 + 2
-    for options, words in (({"channels": []}, "at least one stage"), ({"convolutions": 0}, "nearest legal value is 1")):
+    for options, words in (
+        ({"channels": []}, "at least one stage"),
+        ({"convolutions": 0}, "0 convolutions, but must have at least 1"),
+    ):
         with pytest.raises(OptionError, match=words):
             built("vgg_small", **options)
 
@@ -336,7 +339,7 @@ def test_a_refusal_names_its_option(model: str, options: dict[str, Any], sentenc
     ("model", "options", "sentence"),
     [
         ("alexnet", {"channels": (1, 2)}, "AlexNet has five convolutions, so channels must be five numbers, not 2"),
-        ("alexnet", {"padding": -1}, "A padding of -1 is negative; the nearest legal value is 0"),
+        ("alexnet", {"padding": -1}, "A padding is -1, but must be at least 0"),
         ("alexnet", {"dropout": 1.0}, "A dropout rate of 1.0 is outside"),
         ("alexnet", {"width": 0}, "width of 0.0 leaves no channels"),
         ("resnet20", {"shortcut": "A"}, "is \"A\", but must be 'padding' or 'projection'"),

@@ -471,7 +471,7 @@ def test_the_clipped_gradient_has_at_most_the_asked_norm() -> None:
         (Adamw, {"beta2": float("nan")}, "beta2 nan is outside"),
         (Adamw, {"epsilon": 0.0}, "epsilon is 0.0, but must be"),
         (Adamw, {"weight_decay": -1.0}, "weight_decay is -1.0"),
-        (Adamw, {"decay_exclude": "bias"}, "the default is 'norm_and_bias'"),
+        (Adamw, {"decay_exclude": "bias"}, "is 'bias', but must be 'norm_and_bias' or 'none'"),
         (Adamw, {"clip_norm": 0.0}, "clip_norm is 0.0"),
     ],
 )

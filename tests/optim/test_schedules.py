@@ -234,15 +234,15 @@ def test_names_and_options():
         ("step", {"milestones_epochs": [3], "gamma": 0.0}, "gamma 0.0"),
         ("step", {"milestones_epochs": [3], "gamma": 10.0}, "gamma 10.0"),
         ("plateau", {"factor": 1.0}, "factor 1.0 is outside"),
-        ("plateau", {"patience": 0}, "nearest legal value is 1"),
+        ("plateau", {"patience": 0}, "patience is 0, but must be at least 1"),
         ("plateau", {"metric": "accuracy"}, "ema_top1"),
         ("plateau", {"min_delta": -1.0}, "min_delta is -1.0"),
-        ("plateau", {"min_lr": 0.5}, "nearest legal value is 0.4"),
-        ("cosine", {"final_lr": 0.5}, "nearest legal value is 0.4"),
-        ("cosine", {"final_lr": -0.5}, "nearest legal value is 0.0"),
+        ("plateau", {"min_lr": 0.5}, "min_lr is 0.5, but must be from 0 to lr, 0.4"),
+        ("cosine", {"final_lr": 0.5}, "final_lr is 0.5, but must be from 0 to lr, 0.4"),
+        ("cosine", {"final_lr": -0.5}, "final_lr is -0.5, but must be from 0 to lr, 0.4"),
         ("polynomial", {"power": 0.0}, "power is 0.0"),
         ("one_cycle", {}, "warmup_epochs is 2, but .* set peak to the same share of the training, 0.222"),
-        ("constant", {"warmup_start": 1.5}, "nearest legal value is 1"),
+        ("constant", {"warmup_start": 1.5}, "warmup_start is 1.5, but must be from 0 to 1"),
     ],
 )
 def test_bad_options_are_refused_with_a_sentence(name, options, words):
@@ -255,10 +255,10 @@ def test_bad_options_are_refused_with_a_sentence(name, options, words):
     [
         ({"base_lr": 0.0}, "lr is 0.0"),
         ({"base_lr": float("nan")}, "lr is nan"),
-        ({"epochs": 0}, "epochs 0"),
+        ({"epochs": 0}, "epochs is 0"),
         ({"steps_per_epoch": 0}, "0 steps"),
-        ({"warmup_epochs": 10}, "nearest legal value is 9"),
-        ({"warmup_epochs": -1}, "nearest legal value is 0"),
+        ({"warmup_epochs": 10}, "warmup_epochs is 10, but must be from 0 to epochs, 9"),
+        ({"warmup_epochs": -1}, "warmup_epochs is -1, but must be from 0 to epochs, 9"),
     ],
 )
 def test_bad_training_sizes_are_refused_with_a_sentence(change, words):
@@ -269,8 +269,8 @@ def test_bad_training_sizes_are_refused_with_a_sentence(change, words):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"peak": 1.5}, "peak 1.5 is outside .* nearest legal value is 1"),
-        ({"final_factor": -0.1}, "final_factor -0.1 is outside .* nearest legal value is 0"),
+        ({"peak": 1.5}, "peak is 1.5, but must be from 0 to 1"),
+        ({"final_factor": -0.1}, "final_factor is -0.1, but must be from 0 to 1"),
         ({"anneal": "cos"}, "cosine"),
         ({"final_lr": 0.1}, "final_factor"),
     ],

@@ -510,8 +510,7 @@ class SparseOptions:
             raise OptionError(f"warmup_steps is {self.warmup_steps}, but must be at least 0.", "warmup_steps")
         if self.warmup_steps and not self.density <= self.warmup_density <= 1.0:
             raise OptionError(
-                f"warmup_density is {self.warmup_density}, but must be from density, {self.density}, to 1; "
-                f"the nearest legal value is {1.0 if self.warmup_density > 1.0 else self.density}.",
+                f"warmup_density is {self.warmup_density}, but must be from density, {self.density}, to 1.",
                 "warmup_density",
             )
         if not 0.0 <= self.momentum_correction < 1.0:

@@ -52,7 +52,7 @@ def build(
     if len(channels) != len(_KERNELS):
         raise OptionError(f"AlexNet has five convolutions, so channels must be five numbers, not {len(channels)}.", "channels")
     if padding < 0:
-        raise OptionError(f"A padding of {padding} is negative; the nearest legal value is 0.", "padding")
+        raise OptionError(f"A padding is {padding}, but must be at least 0.", "padding")
     outside = [scaled(published, width, "channels") for published in channels]
     hidden = scaled(_HIDDEN, width)
     return Sequential(

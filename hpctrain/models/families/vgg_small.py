@@ -42,7 +42,7 @@ def build(
     if not channels:
         raise OptionError("channels is empty, but a network needs at least one stage; the default is [64, 256, 256].", "channels")
     if convolutions < 1:
-        raise OptionError(f"A stage cannot have {convolutions} convolutions; the nearest legal value is 1.", "convolutions")
+        raise OptionError(f"A stage has {convolutions} convolutions, but must have at least 1.", "convolutions")
     norm = Norm(epsilon, momentum, synchronised)
     filters = 2 * 2 * 2 * channels_in
     whiten = Conv2d(channels_in, filters, 2, padding=(0, 1, 0, 1), bias=False)

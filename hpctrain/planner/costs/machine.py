@@ -42,10 +42,15 @@ _BFLOAT16_SPEED = 2.0
 
 @dataclass(frozen=True)
 class OperatorRate:
-    """Rate of a class of operators on one rank while all ranks of a node compute.
+    """Rate of a class of operators on one rank while all ranks of its node compute.
 
-    A call takes call_seconds + max(flops / flops_per_second, bytes / bytes_per_second). Bytes of weights that have their own rate
-    are not part of `bytes`, and their time is added.
+    A call takes call_seconds + max(flops / flops_per_second, bytes / bytes_per_second). Bytes with a rate of their own are left
+    out of this maximum and add their own time.
+
+    Attributes:
+        weight_bytes_per_second: rate of bytes of weights; None: they count as other bytes.
+        transposed_bytes_per_second: rate of transposing copies of weights; None: as other bytes.
+        winograd_flops_per_second: rate of Winograd convolutions; None: they take as long as direct ones.
     """
 
     flops_per_second: float
@@ -97,6 +102,10 @@ class LinkSegment:
     """Cost of messages of at least `from_bytes` bytes, up to the beginning of the next segment.
 
     A message of n bytes takes alpha_seconds + n beta_seconds_per_byte.
+
+    Attributes:
+        unattended_bytes: bytes of a message that move between two polls; None: all.
+        polls: number of polls before the first byte moves.
     """
 
     from_bytes: int

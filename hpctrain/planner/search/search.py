@@ -95,12 +95,12 @@ class SearchChoice:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """Simulated candidates, fastest first, followed by those that do not fit in memory.
+    """Simulated candidates by step time, followed by those that do not fit in memory.
 
-    Pure data parallelism precedes grids that are hardly faster.
+    The best candidate of pure data parallelism comes first if its step is at most `UNCERTAIN_SHARE` longer than the shortest.
 
     Attributes:
-        estimated: number of candidates with a lower bound.
+        estimated: number of candidates whose step time has a lower bound.
     """
 
     choices: tuple[SearchChoice, ...]
