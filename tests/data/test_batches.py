@@ -208,20 +208,6 @@ def test_regions_of_cutmix_make_up_the_whole(height: int, width: int, first: int
     assert mix.weight == 1 - size_of(mix.box) / (height * width)
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"mixup": -0.1}, "mixing.mixup is -0.1, but must be from 0 to"),
-        ({"cutmix": 9.0}, "mixing.cutmix is 9.0, but must be from 0 to 4"),
-        ({"probability": 1.5}, "mixing.probability is 1.5"),
-        ({"switch": float("nan")}, "mixing.switch is nan"),
-    ],
-)
-def test_values_outside_their_range_are_refused(options: dict[str, float], words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
-        Mixing(**options)  # type: ignore[arg-type]
-
-
 SIZES = ImageSizes(((0, 5), (2, 7), (3, 4)))
 CROPPED = [("random_resized_crop", {"size": 9, "scale": [0.5, 1.0]}), ("flip", {})]
 SHIFTED = [("pad_crop", {"padding": 2}), ("flip", {}), ("random_erasing", {"value": "random"})]

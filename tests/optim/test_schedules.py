@@ -222,35 +222,6 @@ def test_names_and_options():
 
 
 @pytest.mark.parametrize(
-    ("name", "options", "words"),
-    [
-        ("cosin", {}, "cosine"),
-        ("cosine", {"final": 0.1}, "final_lr"),
-        ("constant", {"base_lr": 0.1}, "base_lr"),
-        ("step", {}, "milestones_epochs"),
-        ("step", {"milestones_epochs": [5, 3]}, "as in \\[3, 5\\]"),
-        ("step", {"milestones_epochs": [0, 3]}, "must be positive and increase"),
-        ("step", {"milestones_epochs": [1, 3]}, "inside the warm-up"),
-        ("step", {"milestones_epochs": [3], "gamma": 0.0}, "gamma 0.0"),
-        ("step", {"milestones_epochs": [3], "gamma": 10.0}, "gamma 10.0"),
-        ("plateau", {"factor": 1.0}, "factor 1.0 is outside"),
-        ("plateau", {"patience": 0}, "patience is 0, but must be at least 1"),
-        ("plateau", {"metric": "accuracy"}, "ema_top1"),
-        ("plateau", {"min_delta": -1.0}, "min_delta is -1.0"),
-        ("plateau", {"min_lr": 0.5}, "min_lr is 0.5, but must be from 0 to lr, 0.4"),
-        ("cosine", {"final_lr": 0.5}, "final_lr is 0.5, but must be from 0 to lr, 0.4"),
-        ("cosine", {"final_lr": -0.5}, "final_lr is -0.5, but must be from 0 to lr, 0.4"),
-        ("polynomial", {"power": 0.0}, "power is 0.0"),
-        ("one_cycle", {}, "warmup_epochs is 2, but .* set peak to the same share of the training, 0.222"),
-        ("constant", {"warmup_start": 1.5}, "warmup_start is 1.5, but must be from 0 to 1"),
-    ],
-)
-def test_bad_options_are_refused_with_a_sentence(name, options, words):
-    with pytest.raises(ConfigError, match=words):
-        make(name, options, 0.4, 9, 7, 2)
-
-
-@pytest.mark.parametrize(
     ("change", "words"),
     [
         ({"base_lr": 0.0}, "lr is 0.0"),
@@ -264,17 +235,3 @@ def test_bad_options_are_refused_with_a_sentence(name, options, words):
 def test_bad_training_sizes_are_refused_with_a_sentence(change, words):
     with pytest.raises(ConfigError, match=words):
         Constant(**{**COMMON, **change})
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"peak": 1.5}, "peak is 1.5, but must be from 0 to 1"),
-        ({"final_factor": -0.1}, "final_factor is -0.1, but must be from 0 to 1"),
-        ({"anneal": "cos"}, "cosine"),
-        ({"final_lr": 0.1}, "final_factor"),
-    ],
-)
-def test_bad_options_of_one_cycle_are_refused_with_a_sentence(options, words):
-    with pytest.raises(ConfigError, match=words):
-        make("one_cycle", options, 0.4, 9, 7, 0)
