@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hpctrain.assembly import grid
+from hpctrain.assembly import recipe
 from hpctrain.assembly.images import chosen_metrics, size_faults
 from hpctrain.assembly.options import LISTS, choice, kind_of, registry
 from hpctrain.averaging.averagers import AVERAGERS, make_strategy
@@ -174,7 +174,7 @@ def _value_faults(config: Config) -> Iterator[tuple[KeyPath, str]]:
     model, graph = None, None
     with suppress(HpctrainError):  # reported as a fault of the model
         model = catalogue.build(config.model.name, config.model.options)
-        graph = grid.model_graph(config, model)
+        graph = recipe.model_graph(config, model)
     yield from _grid_faults(config, graph)
     yield from _init_faults(config, model, graph)
     if config.micro_batches > batch:
@@ -260,8 +260,8 @@ def _grid_faults(config: Config, graph: Graph | None) -> Iterator[tuple[KeyPath,
     """Yield (key path, sentence) of each fault of the grid and its plan that does not depend on the number of ranks."""
     cols = config.grid.cols or 1
     for path, attempt in (
-        (("batch",), partial(grid.check_batch, config.batch, config.grid.rows, cols)),
-        (("grid", "tiles"), partial(grid.parallel_plan, config, cols)),
+        (("batch",), partial(recipe.check_batch, config.batch, config.grid.rows, cols)),
+        (("grid", "tiles"), partial(recipe.parallel_plan, config, cols)),
     ):
         try:
             attempt()
@@ -333,7 +333,7 @@ def _make_strategy(config: Config, name: str, options: Mapping[str, Any]) -> Non
         nominal_batch=config.batch,
         micro_batches=config.micro_batches,
         norms_needed=_optimizer(config).norms_needed,
-        several_groups=grid.splits_parameters(config),
+        several_groups=recipe.splits_parameters(config),
         momentum=_optimizer(config).momentum,
         shards=config.exact.shards,
     )

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hpctrain.assembly.grid import model_graph, model_options, parallel_plan
+from hpctrain.assembly.recipe import model_graph, model_options, parallel_plan
 from hpctrain.backend.graph import Graph
 from hpctrain.config.schema import SYNTHETIC, AugmentConfig, Config, Split
 from hpctrain.core.errors import ConfigError, DataError, HpctrainError, ShapeError

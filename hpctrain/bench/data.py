@@ -9,8 +9,8 @@ from statistics import median
 
 import numpy as np
 
-from hpctrain.assembly.grid import model_options
 from hpctrain.assembly.images import make_pipeline, open_images
+from hpctrain.assembly.recipe import model_options
 from hpctrain.bench.engine_step import EngineStep, workload
 from hpctrain.config.schema import AugmentConfig, Config
 from hpctrain.core.text import counted

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from hpctrain.assembly.grid import columns
+from hpctrain.assembly.recipe import columns
 from hpctrain.backend.onednn.kernel_set import available
 from hpctrain.comm.device_probe import AWARE, GTL_WORDS, UNAWARE, UNTRIED, trial
 from hpctrain.comm.link import Offset, measure_offset

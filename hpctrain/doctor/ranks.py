@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpctrain.assembly.grid import check_batch, columns, describe, parallel_plan
+from hpctrain.assembly.recipe import check_batch, columns, describe, parallel_plan
 from hpctrain.comm.groups import check_grid
 from hpctrain.core.errors import HpctrainError
 from hpctrain.core.text import counted

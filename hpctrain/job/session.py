@@ -14,7 +14,7 @@ from functools import partial
 from itertools import groupby
 from typing import TypeVar
 
-from hpctrain.assembly.grid import check_batch, columns
+from hpctrain.assembly.recipe import check_batch, columns
 from hpctrain.backend.choice import Backend, NodePlace, make_backend
 from hpctrain.comm.base import Communicator, SingleCommunicator, raise_on_all_ranks
 from hpctrain.comm.groups import ProcessGrid, check_grid

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import numpy as np
 
-from hpctrain.assembly import grid
-from hpctrain.assembly.grid import model_options
+from hpctrain.assembly import recipe
 from hpctrain.assembly.images import Images, evaluation_images, of_largest, open_images, training_images
+from hpctrain.assembly.recipe import model_options
 from hpctrain.averaging.averagers import AVERAGERS, make_strategy
 from hpctrain.backend import specs as dtypes
 from hpctrain.backend.choice import Backend, make_backend
@@ -164,16 +164,16 @@ def plan_for(config: Config, ranks: int | None) -> ParallelPlan:
         )
     cols = config.grid.cols
     if ranks is not None:
-        cols = grid.columns(config, ranks)
+        cols = recipe.columns(config, ranks)
         check_grid(config.grid.rows, cols, ranks)
     if cols is None:
         raise ConfigError("grid.cols is null, so the number of ranks is unknown; give --ranks, or set grid.cols.")
-    grid.check_batch(config.batch, config.grid.rows, cols)
+    recipe.check_batch(config.batch, config.grid.rows, cols)
     shards, rows = config.exact.shards, config.grid.rows
     fault = None if shards is None else split_fault(rows) or ranks_fault(shards, rows * cols)
     if fault is not None:
         raise ConfigError(fault)
-    return grid.parallel_plan(config, cols)
+    return recipe.parallel_plan(config, cols)
 
 
 def prepare(

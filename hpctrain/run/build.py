@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 
 from hpctrain.assembly.checks import check_device, make_schedule
-from hpctrain.assembly.grid import model_options, parallel_plan
 from hpctrain.assembly.images import (
     CHECKPOINT,
     check_image_shapes,
@@ -28,6 +27,7 @@ from hpctrain.assembly.images import (
     single_values,
     training_images,
 )
+from hpctrain.assembly.recipe import model_options, parallel_plan
 from hpctrain.averaging.averagers import make_strategy
 from hpctrain.backend.choice import Backend
 from hpctrain.comm.base import Communicator, Subject, compare, raise_on_all_ranks

@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from hpctrain.assembly.grid import describe, parallel_plan
 from hpctrain.assembly.images import EVALUATION_IMAGES
+from hpctrain.assembly.recipe import describe, parallel_plan
 from hpctrain.comm.base import raise_on_all_ranks
 from hpctrain.config.load import dump
 from hpctrain.config.schema import CheckpointConfig, Config

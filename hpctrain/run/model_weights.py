@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from hpctrain.assembly.grid import model_options
 from hpctrain.assembly.images import described_training, training_shape
 from hpctrain.assembly.options import named, names
+from hpctrain.assembly.recipe import model_options
 from hpctrain.config.load import parse
 from hpctrain.config.schema import Config
 from hpctrain.core.errors import CheckpointError, ConfigError

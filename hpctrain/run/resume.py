@@ -20,9 +20,9 @@ from typing import Any, TypeVar
 import yaml
 
 from hpctrain.assembly.checks import make_schedule
-from hpctrain.assembly.grid import model_options
 from hpctrain.assembly.images import CHECKPOINT, validation_split
 from hpctrain.assembly.options import defaults, filled
+from hpctrain.assembly.recipe import model_options
 from hpctrain.comm.base import Communicator, Subject, compare, raise_on_all_ranks
 from hpctrain.config import resume_rules
 from hpctrain.config.load import dump, parse

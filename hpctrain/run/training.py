@@ -15,8 +15,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hpctrain.assembly.grid import describe, parallel_plan
 from hpctrain.assembly.images import WARNING, data_line
+from hpctrain.assembly.recipe import describe, parallel_plan
 from hpctrain.backend.specs import TensorSpec
 from hpctrain.comm.base import Communicator, raise_on_all_ranks
 from hpctrain.comm.progress import ProgressMode

@@ -10,7 +10,7 @@ from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpctrain.assembly import grid, images
+from hpctrain.assembly import images, recipe
 from hpctrain.assembly.checks import check_names
 from hpctrain.assembly.images import check_image_shapes, image_sizes, of_largest, single_values_of, size_faults
 from hpctrain.assembly.options import filled
@@ -51,12 +51,12 @@ def config_of(*overrides: str) -> Config:
     [((), 6, 6), (("grid.rows=2",), 6, 3), (("grid.rows=4",), 3, 1), (("grid.rows=2", "grid.cols=5"), 6, 5)],
 )
 def test_the_size_of_a_data_group(overrides: tuple[str, ...], ranks: int, expected: int) -> None:
-    assert grid.columns(config_of(*overrides), ranks) == expected
+    assert recipe.columns(config_of(*overrides), ranks) == expected
 
 
 def test_the_plan_has_the_uses_that_patterns_name() -> None:
     config = config_of(*DOMAIN, "plan.classifier.*=model")
-    plan = grid.parallel_plan(config, 3)
+    plan = recipe.parallel_plan(config, 3)
     assert (plan.rows, plan.cols, plan.default) == (2, 3, Parallelism.DOMAIN)
     assert plan.use_of("classifier.0") is Parallelism.MODEL
 
@@ -65,10 +65,10 @@ def test_the_plan_has_the_uses_that_patterns_name() -> None:
 def test_every_rank_has_a_sample_to_work_on(batch: int, rows: int, cols: int, legal: bool) -> None:
     """Ranks of a split group work on each other's samples."""
     if legal:
-        grid.check_batch(batch, rows, cols)
+        recipe.check_batch(batch, rows, cols)
     else:
         with pytest.raises(ConfigError, match=rf"batch is {batch}.*the smallest batch is {cols}\."):
-            grid.check_batch(batch, rows, cols)
+            recipe.check_batch(batch, rows, cols)
 
 
 SIZES_TEXT = """

@@ -15,7 +15,7 @@ from click.testing import CliRunner
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from hpctrain.assembly.grid import parallel_plan, splits_parameters
+from hpctrain.assembly.recipe import parallel_plan, splits_parameters
 from hpctrain.averaging import averagers
 from hpctrain.averaging.averagers import make_strategy
 from hpctrain.averaging.base import PlannedGroup, Strategy
