@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 
 from hpctrain.assembly.images import EVALUATION_IMAGES
-from hpctrain.assembly.recipe import describe, parallel_plan
 from hpctrain.comm.base import raise_on_all_ranks
 from hpctrain.config.load import dump
 from hpctrain.config.schema import CheckpointConfig, Config
@@ -28,6 +27,7 @@ from hpctrain.data.image_file import ImageForm
 from hpctrain.data.sampler import Reordering
 from hpctrain.job.automatic_choice import CHOICE_META
 from hpctrain.job.session import Session
+from hpctrain.parallel.parallel_plan import describe
 from hpctrain.run import reproducibility
 from hpctrain.run.build import TrainingSetup
 from hpctrain.run.resume import Start, find_start
@@ -402,7 +402,7 @@ class RunCheckpoints(Observer):
                 {} if setup.evaluation_loader is None else {EVALUATION_IMAGES: asdict(ImageForm.of(setup.evaluation_loader.file))}
             ),
             "ranks": session.world.size,
-            "grid": describe(parallel_plan(session.config, session.grid.cols)),
+            "grid": describe(session.recipe.plan),
             **reproducibility.keep_schedules(session, setup, self._directory),
         }
         if session.config.exact.shards is not None:
