@@ -215,3 +215,13 @@ def with_defaults(config: Config) -> Config:
     """Return the configuration with defaults in the sections that are `auto`: a run on a grid of one row."""
     defaults = {"grid": GridConfig(), "plan": PlanConfig(), "averager": AveragerConfig()}
     return config.model_copy(update={section: defaults[section] for section in config.automatic})
+
+
+def describe(plan: ParallelPlan) -> str:
+    """Return a short description of a grid and its plan."""
+    grid = f"{plan.rows} x {plan.cols}"
+    if plan.rows == 1:
+        return grid
+    tiles = "" if plan.tiles is None else f", images in {plan.tiles[0]} x {plan.tiles[1]} tiles"
+    uses = "".join(f", {pattern} {use}" for pattern, use in plan.use.items())
+    return f"{grid}: {plan.default}{uses}{tiles}"

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpctrain.assembly.recipe import Recipe, check_batch, columns
+from hpctrain.assembly.recipe import Recipe, check_batch, columns, describe
 from hpctrain.comm.groups import check_grid
 from hpctrain.core.errors import HpctrainError
 from hpctrain.core.text import counted
@@ -25,7 +25,6 @@ from hpctrain.job.session import describe_cores
 from hpctrain.launch.control_groups import whole_quota
 from hpctrain.launch.launcher import Launcher, lone_fault, without_launcher, world_fault
 from hpctrain.launch.threads import core_names
-from hpctrain.parallel.parallel_plan import describe
 
 SINGLETONS = FindingKind(
     "singletons",

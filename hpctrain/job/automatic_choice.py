@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from hpctrain.assembly.recipe import Recipe
+from hpctrain.assembly.recipe import Recipe, describe
 from hpctrain.backend.choice import Backend
 from hpctrain.config.load import flow
 from hpctrain.config.schema import Config
 from hpctrain.config.values import OPEN_SECTIONS
 from hpctrain.core.errors import CheckpointError, ConfigError, errors_as
-from hpctrain.parallel.parallel_plan import ParallelPlan, describe
+from hpctrain.parallel.parallel_plan import ParallelPlan
 
 if TYPE_CHECKING:  # a start without automatic sections must not import the planner
     from hpctrain.planner.costs.machine import Machine

@@ -91,13 +91,3 @@ class ParallelPlan:
         for pattern in self.use:
             if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
                 raise ConfigError(f"No layer matches the plan's pattern {pattern!r}; {choices(pattern.rstrip('*.'), names)}.")
-
-
-def describe(plan: ParallelPlan) -> str:
-    """Return a short description of a grid and its plan."""
-    grid = f"{plan.rows} x {plan.cols}"
-    if plan.rows == 1:
-        return grid
-    tiles = "" if plan.tiles is None else f", images in {plan.tiles[0]} x {plan.tiles[1]} tiles"
-    uses = "".join(f", {pattern} {use}" for pattern, use in plan.use.items())
-    return f"{grid}: {plan.default}{uses}{tiles}"

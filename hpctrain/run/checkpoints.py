@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from hpctrain.assembly.images import EVALUATION_IMAGES
+from hpctrain.assembly.recipe import describe
 from hpctrain.comm.base import raise_on_all_ranks
 from hpctrain.config.load import dump
 from hpctrain.config.schema import CheckpointConfig, Config
@@ -27,7 +28,6 @@ from hpctrain.data.image_file import ImageForm
 from hpctrain.data.sampler import Reordering
 from hpctrain.job.automatic_choice import CHOICE_META
 from hpctrain.job.session import Session
-from hpctrain.parallel.parallel_plan import describe
 from hpctrain.run import reproducibility
 from hpctrain.run.build import TrainingSetup
 from hpctrain.run.resume import Start, find_start

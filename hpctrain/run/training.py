@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpctrain.assembly.images import WARNING, data_line
+from hpctrain.assembly.recipe import describe
 from hpctrain.backend.specs import TensorSpec
 from hpctrain.comm.base import Communicator, raise_on_all_ranks
 from hpctrain.comm.progress import ProgressMode
@@ -39,7 +40,6 @@ from hpctrain.job.session import Session, busy_node, cores_of_ranks, oversubscri
 from hpctrain.launch.process_end import STOPPED
 from hpctrain.launch.scheduler import SLURM_END, age_seconds, slurm_seconds_left
 from hpctrain.launch.signals import SignalWatch
-from hpctrain.parallel.parallel_plan import describe
 from hpctrain.run import accounts, reproducibility
 from hpctrain.run.accounts import DataAccount, ReadReport, RunAccount, RunHashes
 from hpctrain.run.build import TrainingSetup, build, build_trainer, describe_frozen, keep_choice, start_from_weights
