@@ -12,9 +12,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hpctrain.assembly import grid
 from hpctrain.assembly.images import chosen_metrics, size_faults
 from hpctrain.assembly.options import LISTS, choice, kind_of, registry
+from hpctrain.assembly.recipe import Recipe, check_batch
 from hpctrain.averaging.averagers import AVERAGERS, make_strategy
 from hpctrain.averaging.base import PlannedGroup
 from hpctrain.backend.choice import precision_fault
@@ -34,7 +34,6 @@ from hpctrain.nn.parameter import GroupLayout
 from hpctrain.nn.whitening import whitened_convolution
 from hpctrain.optim.base import Optimizer
 from hpctrain.optim.optimizers import OPTIMIZERS, Sgd
-from hpctrain.optim.schedules import SCHEDULES, LearningRateSchedule
 from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
 from hpctrain.storage.weights_file import SUFFIXES
 from hpctrain.training.passes import backend_fault, split_fault, statistics_fault
@@ -128,24 +127,20 @@ def exact_faults(config: Config) -> Iterator[tuple[KeyPath, str]]:
     if config.exact.shards is None:
         return
     for section in config.automatic:
-        yield (section,), _open_fault(section)
+        yield (
+            (section,),
+            f"{section} is auto, which depends on the ranks, but exact.shards needs the same {section} in all runs; "
+            "write it out.",
+        )
     if config.backend == "cuda":
         yield ("backend",), backend_fault("cuda")
     if config.threads == "auto":
         yield ("threads",), _THREADS_FAULT
-    synchronised = config.batch_norm.statistics == "synchronised"
-    faults = {
-        ("grid", "rows"): split_fault(config.grid.rows),
-        ("batch_norm", "statistics"): statistics_fault(["batch_norm.statistics"]) if synchronised else None,
-    }
-    for path, sentence in faults.items():
-        if sentence is not None:
-            yield path, sentence
-
-
-def _open_fault(section: str) -> str:
-    """Return the error message for a section that is `auto` although the result must not depend on the ranks."""
-    return f"{section} is auto, which depends on the ranks, but exact.shards needs the same {section} in all runs; write it out."
+    if (fault := split_fault(config.grid.rows)) is not None:
+        yield ("grid", "rows"), fault
+    synchronised = ["batch_norm.statistics"] if config.batch_norm.statistics == "synchronised" else []
+    if (fault := statistics_fault(synchronised)) is not None:
+        yield ("batch_norm", "statistics"), fault
 
 
 def check_names(config: Config, source: Source) -> None:
@@ -154,7 +149,8 @@ def check_names(config: Config, source: Source) -> None:
     Raises:
         ConfigError: one sentence for each fault, each with its position.
     """
-    faults = [str(source.error(path, sentence)) for path, sentence in (*_value_faults(config), *_name_faults(config, source))]
+    recipe = Recipe(config, grid=(config.grid.rows, config.grid.cols or 1))
+    faults = [str(source.error(path, sentence)) for path, sentence in (*_value_faults(recipe), *_name_faults(recipe, source))]
     if faults:
         raise ConfigError("\n".join(faults))
 
@@ -168,14 +164,14 @@ def refusal(path: KeyPath, name: str) -> str | None:
     return None
 
 
-def _value_faults(config: Config) -> Iterator[tuple[KeyPath, str]]:
+def _value_faults(recipe: Recipe) -> Iterator[tuple[KeyPath, str]]:
     """Yield (key path, sentence) of each value that does not fit another one."""
-    batch, epochs = config.batch, config.epochs
+    config, batch, epochs = recipe.config, recipe.config.batch, recipe.config.epochs
     model, graph = None, None
     with suppress(HpctrainError):  # reported as a fault of the model
-        model = catalogue.build(config.model.name, config.model.options)
-        graph = grid.model_graph(config, model)
-    yield from _grid_faults(config, graph)
+        model = recipe.model
+        graph = recipe.graph
+    yield from _grid_faults(recipe, graph)
     yield from _init_faults(config, model, graph)
     if config.micro_batches > batch:
         yield (
@@ -187,7 +183,7 @@ def _value_faults(config: Config) -> Iterator[tuple[KeyPath, str]]:
     if (fault := precision_fault(config.backend, config.dtype, config.precision)) is not None:
         yield ("precision",), fault
     yield from device_faults(config)
-    yield from size_faults(config)
+    yield from size_faults(recipe)
     yield from exact_faults(config)
     yield from _evaluation_faults(config)
     if 0 < epochs < config.schedule.warmup_epochs:
@@ -236,56 +232,50 @@ def _init_faults(config: Config, model: Layer | None, graph: Graph | None) -> It
             "init.ignore needs a file of weights, but init.weights is not set; set init.weights, or leave init.ignore out.",
         )
     if init.whiten is not None and graph is not None:
-        try:
-            whitened_convolution(graph, init.whiten)
-        except ConfigError as error:
-            yield ("init", "whiten"), str(error)
+        yield from _refused(("init", "whiten"), partial(whitened_convolution, graph, init.whiten))
     if model is None:
         return
-    idle = False
+    idle: list[tuple[KeyPath, str]] = []
     for index, pattern in enumerate(init.freeze):
-        try:
-            frozen_layers(model, [pattern])
-        except ConfigError as error:
-            idle = True
-            yield ("init", "freeze", index), str(error)
-    if not idle:
-        try:
-            frozen_layers(model, init.freeze)
-        except ConfigError as error:
-            yield ("init", "freeze"), str(error)
+        idle += _refused(("init", "freeze", index), partial(frozen_layers, model, [pattern]))
+    yield from idle or _refused(("init", "freeze"), partial(frozen_layers, model, init.freeze))
 
 
-def _grid_faults(config: Config, graph: Graph | None) -> Iterator[tuple[KeyPath, str]]:
+def _grid_faults(recipe: Recipe, graph: Graph | None) -> Iterator[tuple[KeyPath, str]]:
     """Yield (key path, sentence) of each fault of the grid and its plan that does not depend on the number of ranks."""
-    cols = config.grid.cols or 1
-    for path, attempt in (
-        (("batch",), partial(grid.check_batch, config.batch, config.grid.rows, cols)),
-        (("grid", "tiles"), partial(grid.parallel_plan, config, cols)),
-    ):
-        try:
-            attempt()
-        except ConfigError as error:
-            yield path, str(error)
+    config = recipe.config
+    yield from _refused(("batch",), lambda: check_batch(config.batch, config.grid.rows, config.grid.cols or 1))
+    yield from _refused(("grid", "tiles"), lambda: recipe.plan)
     names = () if graph is None else tuple(node.name for node in graph.nodes)
     for pattern in config.plan.patterns if names else ():
-        try:
-            ParallelPlan(use={pattern: Parallelism.DOMAIN}).check(names)
-        except ConfigError as error:
-            yield ("plan", pattern), str(error)
+        plan = ParallelPlan(use={pattern: Parallelism.DOMAIN})
+        yield from _refused(("plan", pattern), partial(plan.check, names))
 
 
-def _name_faults(config: Config, source: Source) -> Iterator[tuple[KeyPath, str]]:
+def _refused(path: KeyPath, attempt: Callable[[], object]) -> Iterator[tuple[KeyPath, str]]:
+    """Yield the path and the sentence of the error if the attempt raises one."""
+    try:
+        attempt()
+    except ConfigError as error:
+        yield path, str(error)
+
+
+def _name_faults(recipe: Recipe, source: Source) -> Iterator[tuple[KeyPath, str]]:
     """Yield (key path, sentence) of each name and option that its registry refuses."""
-    faults_of = partial(_faults_of, source)
+    faults_of, config = partial(_faults_of, source), recipe.config
     model, optimizer = config.model, config.optimizer
-    yield from faults_of(("model",), model, catalogue.build)
-    yield from faults_of(("optimizer",), optimizer, OPTIMIZERS.create)
-    yield from faults_of(("schedule",), config.schedule, lambda name, options: make_schedule(config, options=options))
+    yield from faults_of(("model",), model, catalogue.build, lambda: recipe.model)
+    yield from faults_of(("optimizer",), optimizer, OPTIMIZERS.create, lambda: recipe.prototype)
+    yield from faults_of(("schedule",), config.schedule, lambda _, options: recipe.schedule(options=options))
     if config.averager.automatic:
-        yield from _automatic_faults(config)
+        for option in config.averager.options:
+            yield (
+                ("averager", option),
+                f"averager is auto, which also chooses the options, so averager.{option} cannot be set; "
+                f"leave it out, or name the averager that has this option.",
+            )
     else:
-        yield from faults_of(("averager",), config.averager, partial(_make_strategy, config))
+        yield from faults_of(("averager",), config.averager, partial(_make_strategy, recipe))
     for path, kind in LISTS.items():
         # A reporter is not constructed: its constructor may open files or connections.
         make = registry(kind).check if kind == "reporters" else registry(kind).create
@@ -301,63 +291,26 @@ def _order_faults(config: Config) -> Iterator[tuple[KeyPath, str]]:
             steps = [AUGMENTATIONS.create(step.name, step.options) for step in getattr(config.data, key)]
         except HpctrainError:  # reported as a fault of the augmentation
             continue
-        try:
-            check_order(steps)
-        except ConfigError as error:
-            yield ("data", key), str(error)
+        yield from _refused(("data", key), partial(check_order, steps))
 
 
-def _automatic_faults(config: Config) -> Iterator[tuple[KeyPath, str]]:
-    """Yield (key path, sentence) of each option of the averager if the averager is `auto`."""
-    for option in config.averager.options:
-        yield (
-            ("averager", option),
-            f"averager is auto, which also chooses the options, so averager.{option} cannot be set; "
-            f"leave it out, or name the averager that has this option.",
-        )
-
-
-def _optimizer(config: Config) -> Optimizer:
-    """Return the configured optimiser, or SGD if it has a fault, which is reported elsewhere."""
-    try:
-        return OPTIMIZERS.create(config.optimizer.name, config.optimizer.options)
-    except HpctrainError:
-        return Sgd()
-
-
-def _make_strategy(config: Config, name: str, options: Mapping[str, Any]) -> None:
+def _make_strategy(recipe: Recipe, name: str, options: Mapping[str, Any]) -> None:
     """Make the strategy for no parameters on one rank: its faults depend on neither."""
+    config = recipe.config
+    optimizer: Optimizer = Sgd()
+    with suppress(HpctrainError):  # reported as a fault of the optimiser
+        optimizer = recipe.prototype
     group = PlannedGroup(
         GroupLayout({}, config.dtype),
         1,
         nominal_batch=config.batch,
         micro_batches=config.micro_batches,
-        norms_needed=_optimizer(config).norms_needed,
-        several_groups=grid.splits_parameters(config),
-        momentum=_optimizer(config).momentum,
+        norms_needed=optimizer.norms_needed,
+        several_groups=recipe.splits_parameters,
+        momentum=optimizer.momentum,
         shards=config.exact.shards,
     )
     make_strategy(name, options, group)
-
-
-def make_schedule(config: Config, steps_per_epoch: int = 1, options: Mapping[str, Any] | None = None) -> LearningRateSchedule:
-    """Return the configured learning-rate schedule.
-
-    Args:
-        options: options of the schedule; None: the configured ones.
-
-    Raises:
-        ConfigError: the schedule has a fault.
-    """
-    schedule, epochs = config.schedule, max(1, config.epochs)
-    return SCHEDULES.create(
-        schedule.name,
-        schedule.options if options is None else options,
-        base_lr=config.optimizer.lr,
-        epochs=epochs,
-        steps_per_epoch=steps_per_epoch,
-        warmup_epochs=min(schedule.warmup_epochs, epochs),  # a warm-up longer than the run is reported by `_value_faults`
-    )
 
 
 def _needed_examples(path: KeyPath, name: str, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -367,16 +320,23 @@ def _needed_examples(path: KeyPath, name: str, given: Mapping[str, Any]) -> dict
 
 
 def _faults_of(
-    source: Source, path: KeyPath, section: Named, make: Callable[[str, Mapping[str, Any]], object]
+    source: Source,
+    path: KeyPath,
+    section: Named,
+    make: Callable[[str, Mapping[str, Any]], object],
+    made: Callable[[], object] | None = None,
 ) -> Iterator[tuple[KeyPath, str]]:
-    """Yield all faults in making a named object. After the fault of an option, the others are checked without it."""
+    """Yield all faults in making a named object. After the fault of an option, the others are checked without it.
+
+    `made` returns the object with all options, which is made elsewhere.
+    """
     removed: set[str] = set()
     last_advice = ""
     while True:
         options = {key: value for key, value in section.options.items() if key not in removed}
         try:
             choice(kind_of(path), section.name)
-            make(section.name, options)
+            _ = made() if made and not removed else make(section.name, options)
             return
         except OptionError as error:
             if removed and error.option not in options:  # it has no default, or a faulty key stands for it

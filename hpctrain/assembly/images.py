@@ -1,8 +1,8 @@
 """Images of a configuration: files, classes, normalisation, sizes by epoch, and batch norms over a single value.
 
 `open_images` opens the files of the section `data`; `training_images` and `evaluation_images` add the pipeline that prepares
-them. Nothing here communicates. `single_values` finds batch norms with statistics over a single value per channel, from the plan,
-before the first step.
+them. Nothing here communicates. `check_single_values` finds batch norms with statistics over a single value per channel, from the
+plan, before the first step.
 """
 
 from __future__ import annotations
@@ -10,14 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from hpctrain.assembly.grid import model_graph, model_options, parallel_plan
-from hpctrain.backend.graph import Graph
+from hpctrain.assembly.recipe import ImageFacts, Recipe
 from hpctrain.config.schema import SYNTHETIC, AugmentConfig, Config, Split
 from hpctrain.core.errors import ConfigError, DataError, HpctrainError, ShapeError
 from hpctrain.core.text import counted
@@ -33,10 +31,8 @@ from hpctrain.data.image_file import (
 )
 from hpctrain.data.pipeline import ImageSizes, Pipeline, first_fault
 from hpctrain.data.sampler import ValidationSplit, hold_out
-from hpctrain.models import catalogue
 from hpctrain.models.state_dict import check_file_fits, declared_state
-from hpctrain.nn.network import ImageShape, Lowering, Network
-from hpctrain.parallel.parallel_plan import ParallelPlan
+from hpctrain.nn.network import ImageShape, Network
 from hpctrain.storage import weights_file
 from hpctrain.training.passes import StatisticsSharing
 
@@ -56,21 +52,21 @@ def of_largest(config: Config, pipeline: Pipeline) -> Pipeline:
     return pipeline if sizes is None else pipeline.resized(sizes.largest(config.epochs))
 
 
-def size_faults(config: Config) -> Iterator[tuple[KeyPath, str]]:
+def size_faults(recipe: Recipe) -> Iterator[tuple[KeyPath, str]]:
     """Yield (key path, sentence) of sizes that are out of order, or that the model does not support for any data."""
+    config = recipe.config
     if (fault := first_fault(_steps(config))) is not None:
         yield ("data", "sizes", fault[0]), f"data.sizes.{fault[0]} {fault[1]}."
         return
     if not config.data.sizes:
         return
     try:
-        model = catalogue.build(config.model.name, config.model.options)
-        model_graph(config, model)
+        _, _, channels = recipe.graph.tensors[0].shape[1:]
     except HpctrainError:  # reported as a fault of the model
         return
     for number, step in enumerate(config.data.sizes):
         try:
-            model_graph(config, model, step.size)
+            recipe.lowering.graph(1, (step.size, step.size, channels))
         except ShapeError as error:
             why = f"is {step.size}, which the model {config.model.name} does not support: {error}"
             yield ("data", "sizes", number, "size"), f"data.sizes.{number}.size {why}"
@@ -147,6 +143,10 @@ class Images:
         """
         return (self.shape,) if self.sizes is None else self.sizes.shapes(self.pipeline, self.file.shape, epochs)
 
+    def facts(self, epochs: int) -> ImageFacts:
+        """Return the facts about these training images; raises as `shapes`."""
+        return ImageFacts(self.shapes(epochs), len(self.file.class_names), len(self))
+
 
 def open_images(config: Config, split: Split) -> ImageFile:
     """Return the configured images of a split: a file, or generated images. The split must be configured.
@@ -160,11 +160,6 @@ def open_images(config: Config, split: Split) -> ImageFile:
     made_up = config.data.synthetic
     samples = made_up.samples if split == "train" else made_up.test_samples
     return synthetic_file(split, samples, (made_up.height, made_up.width, made_up.channels), made_up.classes)
-
-
-def configured_splits(config: Config) -> tuple[Split, ...]:
-    """Return the splits that have a data file of their own, or synthetic images."""
-    return tuple(config.data.files)
 
 
 def validation_split(config: Config, opened: ImageFile) -> ValidationSplit | None:
@@ -333,49 +328,29 @@ def make_pipeline(config: Config, augment: tuple[AugmentConfig, ...], data: Data
     return Pipeline(specs, seed=config.seed, mean=mean, std=std, dtype=config.dtype)
 
 
-class SingleValues(NamedTuple):
-    """Messages about batch norms over a single value.
+def check_single_values(recipe: Recipe) -> str:
+    """Raise if a batch norm has a single value per channel in every step of a training on a grid, whose images are known.
 
-    Attributes:
-        refusal: error message if every step has one; None otherwise.
-        warning: warning if only the last step of an epoch has one; None otherwise.
+    Return a warning if only the last step of an epoch has one; otherwise "", as if a section is auto.
+
+    Raises:
+        ConfigError: the message names the layer, and how to change the configuration.
     """
-
-    refusal: str | None = None
-    warning: str | None = None
-
-    def check(self) -> None:
-        """Raise a ConfigError if every step has a batch norm over a single value."""
-        if self.refusal is not None:
-            raise ConfigError(self.refusal)
-
-
-def single_values(
-    config: Config, shapes: Iterable[ImageShape], classes: int, samples: int, plan: ParallelPlan, place: str
-) -> SingleValues:
-    """Check the batch norms of a training.
-
-    Args:
-        shapes: shapes (H, W, C) of training images of all sizes.
-        classes: number of classes.
-        samples: number of samples of an epoch.
-        place: origin of the images, for messages.
-    """
-    if config.epochs == 0:
-        return SingleValues()
+    config, facts = recipe.config, recipe.facts
+    if config.epochs == 0 or config.automatic or facts is None:
+        return ""
+    samples, shapes = facts.samples, sorted(facts.shapes)
     whole, rest = min(config.batch, samples), samples % config.batch if samples > config.batch else 0
-    sharing = StatisticsSharing(plan, config.micro_batches, config.exact.shards)
-    graphs = [partial(_graph, config, classes, shape) for shape in sorted(shapes)]
-    found = {count: sharing.single((graph() for graph in graphs), count) for count in (whole, rest) if count}
-    if (one := found.get(whole)) is not None:
-        few = f", as {place} has {counted(samples, 'image')}" if samples < config.batch else ""
+    sharing = StatisticsSharing(recipe.plan, config.micro_batches, config.exact.shards)
+    if (one := sharing.single((recipe.lowering.graph(1, shape) for shape in shapes), whole)) is not None:
+        few = f", as {config.data.train} has {counted(samples, 'image')}" if samples < config.batch else ""
         step = f"every step, of {counted(whole, 'image')}{few}"
-        return SingleValues(refusal=f"{one.sentence(step)}; {one.fix}.")
-    if (one := found.get(rest)) is not None:
+        raise ConfigError(f"{one.sentence(step)}; {one.fix}.")
+    if (one := sharing.single((recipe.lowering.graph(1, shape) for shape in shapes), rest)) is not None:
         step = f"the last step of each epoch, of {counted(rest, 'image')}"
         fix = f"choose a batch that divides the {samples:,} images of an epoch or leaves a larger remainder"
-        return SingleValues(warning=f"{one.sentence(step)}; {fix}")
-    return SingleValues()
+        return f"{one.sentence(step)}; {fix}"
+    return ""
 
 
 def data_line(config: Config, images: int, held_out: int) -> str:
@@ -391,28 +366,25 @@ def data_line(config: Config, images: int, held_out: int) -> str:
     return f"data {config.data.train}: {counted(images, 'image')}{validation}, batch {config.batch}{few}, {steps} per epoch"
 
 
-def stored_training_images(config: Config) -> Images | None:
-    """Return the training images of a configuration; None if their file is missing or faulty, which is reported elsewhere."""
-    if config.data.train == SYNTHETIC or Path(config.data.train).exists():
-        with suppress(HpctrainError, OSError):
-            return training_images(config, open_images(config, "train"), None)[0]
-    return None
-
-
-def check_files(config: Config) -> Images | None:
+def check_files(config: Config) -> tuple[Recipe, Images] | None:
     """Raise unless existing data files, the network and the file of initial weights fit each other. Reads headers only.
 
-    Return the training images, with notes on all sets and on the weights; None if their file is missing or faulty. Other missing
-    or faulty data files, a missing file of weights, and the tensors of a PyTorch file, which has no header, are not checked.
+    Return the recipe for the training images, with one column if grid.cols is null, and these images, with notes on all sets and
+    on the weights; None if their file is missing or faulty. Other missing or faulty data files, a missing file of weights, and
+    the tensors of a PyTorch file, which has no header, are not checked.
 
     Raises:
         HpctrainError: evaluation images, a layer or a tensor does not fit; the message is that of a training.
     """
-    images = stored_training_images(config)
+    images = None
+    if config.data.train == SYNTHETIC or Path(config.data.train).exists():
+        with suppress(HpctrainError, OSError):  # reported elsewhere
+            images, _ = training_images(config, open_images(config, "train"), None)
     if images is None:
         return None
-    shapes, classes = images.shapes(config.epochs), len(images.file.class_names)
+    recipe = Recipe(config, images.facts(config.epochs), (config.grid.rows, config.grid.cols or 1))
     data = DataFacts.of(images.file)
+    largest, shapes = recipe.image_shape, images.shapes(config.epochs)
     notes = [*images.notes]
     for split in config.data.evaluated_splits:
         opened: dict[Split, ImageFile] = {"train": images.file}
@@ -423,36 +395,14 @@ def check_files(config: Config) -> Images | None:
                 continue
         evaluated = evaluation_images(config, opened, split, data, config.data.train)
         if images.sizes is None:
-            check_shapes(shapes[0], evaluated.shape)
+            check_shapes(largest, evaluated.shape)
         notes += evaluated.notes
     for shape in sorted(set(shapes)):
-        _graph(config, classes, shape)
+        recipe.lowering.graph(1, shape)
     weights = None if config.init.weights is None else Path(config.init.weights)
     if weights is not None and weights.suffix.lower() == weights_file.SAFETENSORS and weights.is_file():
-        entries = declared_state(catalogue.build(config.model.name, model_options(config, classes, shapes[0])))
         content = weights_file.read(weights, header=True)
-        _, facts = check_file_fits(entries, content, weights, config.init.ignore, config.model.name)
-        own = described_training(config, data, shapes[0])
+        _, facts = check_file_fits(declared_state(recipe.model), content, weights, config.init.ignore, config.model.name)
+        own = described_training(config, data, largest)
         notes += differences(config.data.train, own, f"{weights} (see init.ignore)", facts)
-    return replace(images, notes=tuple(notes))
-
-
-def single_values_of(config: Config, ranks: int | None = None) -> SingleValues:
-    """Check the batch norms of a configuration, with the header of its training file. Finds nothing if the file is missing.
-
-    Args:
-        ranks: number of ranks of the job; None: the size of the configured grid, with one column if grid.cols is null.
-    """
-    images = None if config.automatic else stored_training_images(config)
-    if images is None:
-        return SingleValues()
-    with suppress(HpctrainError, OSError):  # other faults are reported elsewhere
-        cols = (config.grid.cols or 1) if ranks is None else max(1, ranks // config.grid.rows)
-        plan, classes = parallel_plan(config, cols), len(images.file.class_names)
-        return single_values(config, images.shapes(config.epochs), classes, len(images), plan, config.data.train)
-    return SingleValues()
-
-
-def _graph(config: Config, classes: int, shape: ImageShape) -> Graph:
-    model = catalogue.build(config.model.name, model_options(config, classes, shape))
-    return Lowering(model, config.init.freeze).graph(1, shape)
+    return recipe, replace(images, notes=tuple(notes))

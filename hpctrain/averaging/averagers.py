@@ -2,7 +2,7 @@
 
 `make_strategy` creates the strategy of a parameter group, for a run or for a plan without ranks. `strategy_costs` returns the
 costs that a planner uses. An option in the section `averager` of a configuration, such as `fc_exchange`, is a free option
-(`Named.options` in config/values.py). `run.build.build_replica` passes it to `make_strategy`, where the registry checks it and
+(`Named.options` in config/values.py). `run.build.make_replica` passes it to `make_strategy`, where the registry checks it and
 makes the strategy's `Options` from it. The strategy reads it there: `ReduceScatterStrategy` selects the layers of `fc_exchange`
 by `sufficient_factors.exchanging_layers`. `make_averager` creates the communicators of a group's ranks, checks that all ranks
 have the same schedule, and creates the averager.

@@ -9,8 +9,8 @@ from statistics import median
 
 import numpy as np
 
-from hpctrain.assembly.grid import model_options
 from hpctrain.assembly.images import make_pipeline, open_images
+from hpctrain.assembly.recipe import ImageFacts, Recipe
 from hpctrain.bench.engine_step import EngineStep, workload
 from hpctrain.config.schema import AugmentConfig, Config
 from hpctrain.core.text import counted
@@ -36,7 +36,6 @@ class StageRate:
     """Rate of a stage with `threads` threads.
 
     Attributes:
-        threads: number of threads.
         cpu_seconds: CPU time per image, summed over threads.
     """
 
@@ -221,7 +220,7 @@ def _needed(config: Config, file: ImageFile, shape: tuple[int, int, int]) -> flo
     """
     if shape[0] != shape[1] or config.dtype != "float32":
         return None
-    options = model_options(config, len(file.class_names), shape)
+    options = Recipe(config, ImageFacts((shape,), len(file.class_names))).model_options
     step = EngineStep(workload(config.model.name, min(config.batch, _STEP_IMAGES), shape[0], options), config.backend)
     step.run()
     seconds = []

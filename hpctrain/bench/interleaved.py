@@ -147,7 +147,6 @@ class Series:
     """All turns of one variant, in rounds counted from 0.
 
     Attributes:
-        steps: number of steps of a turn.
         failure: reason why the series stopped early; None without a failure.
         idle_cpu_seconds: CPU time that the process used during turns of other variants.
         dropped: whether the variant was dropped because it is much slower than the fastest.

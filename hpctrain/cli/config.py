@@ -56,16 +56,15 @@ def check(file: Path, overrides: tuple[str, ...]) -> None:
     bfloat16, and this machine lacks it, the command only warns: the training may run on another machine.
     """
     from hpctrain.assembly.checks import check_names
-    from hpctrain.assembly.images import check_files, data_line, single_values_of
+    from hpctrain.assembly.images import check_files, check_single_values, data_line
     from hpctrain.config.schema import SYNTHETIC
     from hpctrain.storage.weights_file import SAFETENSORS
 
     loaded, source = load_config(file, overrides)
     check_names(loaded, source)
-    images = check_files(loaded)
-    single = single_values_of(loaded)
-    single.check()
-    for warning in (single.warning and f"warning: {single.warning}", *(() if images is None else images.notes)):
+    recipe, images = check_files(loaded) or (None, None)
+    single = "" if recipe is None else check_single_values(recipe)
+    for warning in (single and f"warning: {single}", *(() if images is None else images.notes)):
         if warning:
             echo(warning, err=True)
     if loaded.backend == "cuda" or loaded.precision != "float32":

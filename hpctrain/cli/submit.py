@@ -104,8 +104,8 @@ def submit(
 
     config, source = load_config(file, overrides)
     check_names(config, source)
-    images = check_files(config)
-    for note in () if images is None else images.notes:
+    checked = check_files(config)
+    for note in () if checked is None else checked[1].notes:
         echo(note, err=True)
     site = profile.read_site(site_name)
     request = JobRequest(

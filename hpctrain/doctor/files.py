@@ -155,13 +155,13 @@ def gather_same(place: JoinedPlace) -> tuple[str, int]:
     config, world = place.own.config, place.world
     if config is None:
         return "", 0
-    from hpctrain.assembly.images import check_files, configured_splits
+    from hpctrain.assembly.images import check_files
     from hpctrain.comm.base import compare, raise_on_all_ranks
     from hpctrain.run.build import read_weights
     from hpctrain.run.images import open_alike
 
     try:
-        files = len(open_alike(world, config, configured_splits(config)))
+        files = len(open_alike(world, config, tuple(config.data.files)))
         if config.init.weights is not None:
             weights = Path(config.init.weights)
             compare(world, raise_on_all_ranks(world, lambda: read_weights(world, weights)))

@@ -15,7 +15,8 @@ from pathlib import Path
 
 import numpy as np
 
-from hpctrain.assembly.grid import columns
+from hpctrain.assembly.recipe import columns
+from hpctrain.backend.choice import NodePlace, make_backend
 from hpctrain.backend.onednn.kernel_set import available
 from hpctrain.comm.device_probe import AWARE, GTL_WORDS, UNAWARE, UNTRIED, trial
 from hpctrain.comm.link import Offset, measure_offset
@@ -81,12 +82,14 @@ def gather_memory(place: OwnPlace) -> MemoryFacts | None:
     if place.config.automatic or place.config.backend == "cuda":
         return MemoryFacts(node_bytes, reason="the plan is auto" if place.config.automatic else "backend cuda has its own")
     try:
-        return MemoryFacts(node_bytes, *planned_bytes(place.config, place.launcher.expected_size or 1))
+        ranks, number, local = place.launcher.expected_size, place.launcher.local_rank, place.launcher.local_size
+        own = NodePlace(ranks or 1, number or 0, local or 1)
+        return MemoryFacts(node_bytes, *planned_bytes(place.config, own))
     except HpctrainError as error:
         return MemoryFacts(node_bytes, reason=f"there is no plan ({error})")
 
 
-def planned_bytes(config: Config, ranks: int) -> tuple[int, int]:
+def planned_bytes(config: Config, place: NodePlace) -> tuple[int, int]:
     """Return (bytes of a pass, bytes always allocated), each the maximum over ranks.
 
     A single split group is planned, with the largest share of the batch.
@@ -94,10 +97,11 @@ def planned_bytes(config: Config, ranks: int) -> tuple[int, int]:
     Raises:
         HpctrainError: no plan is possible.
     """
-    samples = math.ceil(config.batch / columns(config, ranks))
+    samples = math.ceil(config.batch / columns(config, place.ranks))
     grid = config.grid.model_copy(update={"cols": 1})
     share = {"batch": samples, "micro_batches": min(config.micro_batches, samples), "grid": grid}
-    reports = description(prepare(config.model_copy(update=share), config.grid.rows)).memory or ()
+    backend = make_backend(config.backend, config.dtype, config.precision, place)
+    reports = description(prepare(config.model_copy(update=share), config.grid.rows, backend=backend)).memory or ()
     passing = max((report.activations + report.messages for report in reports), default=0)
     return passing, _COPIES * max((report.parameters for report in reports), default=0)
 

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpctrain.assembly.grid import check_batch, columns, describe, parallel_plan
+from hpctrain.assembly.recipe import Recipe, check_batch, columns, describe
 from hpctrain.comm.groups import check_grid
 from hpctrain.core.errors import HpctrainError
 from hpctrain.core.text import counted
@@ -395,7 +395,7 @@ def judge_grid(job: JobView, facts: Sequence[None]) -> list[DoctorFinding]:
     try:
         check_grid(config.grid.rows, cols, ranks)
         check_batch(config.batch, config.grid.rows, cols)
-        plan = parallel_plan(config, cols)
+        plan = Recipe(config, grid=(config.grid.rows, cols)).plan
     except HpctrainError as error:
         return [WRONG_GRID.from_error(str(error))]
     return [fine(f"{describe(plan)}.")]

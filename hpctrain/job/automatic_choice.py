@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from hpctrain.assembly import grid
+from hpctrain.assembly.recipe import Recipe, describe
 from hpctrain.backend.choice import Backend
 from hpctrain.config.load import flow
 from hpctrain.config.schema import Config
@@ -100,7 +100,8 @@ class AutomaticChoice:
         try:
             config = self.applied(task.config)
             graph = task.job.graph_of(1)
-            grid.parallel_plan(config, max(1, self.ranks // config.grid.rows)).check([node.name for node in graph.nodes])
+            grid = config.grid.rows, max(1, self.ranks // config.grid.rows)
+            Recipe(config, grid=grid).plan.check([node.name for node in graph.nodes])
         except ConfigError as error:
             reason = str(error).rstrip(".")
         else:
@@ -117,7 +118,7 @@ class AutomaticChoice:
         Args:
             config: configuration with the choice applied.
         """
-        plan = grid.parallel_plan(config, max(1, self.ranks // config.grid.rows))
+        plan = Recipe(config, grid=(config.grid.rows, max(1, self.ranks // config.grid.rows))).plan
         what = ", ".join(self.sections)
         return (
             f"{what} auto: {chosen_words(plan, config.averager.name, config.averager.options)}, "
@@ -146,7 +147,7 @@ class Resolved:
 def chosen_words(plan: ParallelPlan, averager: str, options: Mapping[str, Any]) -> str:
     """Return a short description of grid, plan and averager."""
     with_options = f" ({', '.join(f'{option} {value}' for option, value in options.items())})" if options else ""
-    return f"{grid.describe(plan)}, averager {averager}{with_options}"
+    return f"{describe(plan)}, averager {averager}{with_options}"
 
 
 def predicted_step_of(prediction: Prediction, machine: Machine) -> PredictedStep:

@@ -14,7 +14,7 @@ from functools import partial
 from itertools import groupby
 from typing import TypeVar
 
-from hpctrain.assembly.grid import check_batch, columns
+from hpctrain.assembly.recipe import Recipe, check_batch, columns
 from hpctrain.backend.choice import Backend, NodePlace, make_backend
 from hpctrain.comm.base import Communicator, SingleCommunicator, raise_on_all_ranks
 from hpctrain.comm.groups import ProcessGrid, check_grid
@@ -198,6 +198,11 @@ class Session(StartedRank):
     def config(self) -> Config:
         """Configuration without open sections."""
         return self.resolved.config
+
+    @property
+    def recipe(self) -> Recipe:
+        """Recipe of the configuration on the grid, without facts about images and without a backend."""
+        return Recipe(self.config, grid=(self.grid.rows, self.grid.cols))
 
     def backend(self) -> Backend:
         """Return the backend of this rank: that of the search if there was one, because the first one chooses the rank's GPU."""

@@ -8,40 +8,34 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
-from hpctrain.assembly import grid
-from hpctrain.assembly.grid import model_options
 from hpctrain.assembly.images import Images, evaluation_images, of_largest, open_images, training_images
+from hpctrain.assembly.recipe import ImageFacts, Recipe
 from hpctrain.averaging.averagers import AVERAGERS, make_strategy
 from hpctrain.backend import specs as dtypes
 from hpctrain.backend.choice import Backend, make_backend
 from hpctrain.backend.graph import Graph
 from hpctrain.backend.operators import KernelSet, PixelInput
 from hpctrain.backend.specs import item_bytes, parameter_dtype
-from hpctrain.comm.groups import check_grid
 from hpctrain.comm.link import LinkModel
 from hpctrain.config.schema import SYNTHETIC, Config
-from hpctrain.core.errors import ConfigError, ShapeError
+from hpctrain.core.errors import ShapeError
 from hpctrain.data.pipeline import Pipeline, leaves_resize
 from hpctrain.data.sampler import counts
 from hpctrain.models import catalogue
 from hpctrain.nn.initialise import constant
-from hpctrain.nn.network import Lowering, declared
+from hpctrain.nn.network import ImageShape, Lowering, declared
 from hpctrain.nn.parameter import FlatGroup, ParameterSpec
 from hpctrain.optim.base import Optimizer
-from hpctrain.optim.optimizers import OPTIMIZERS
 from hpctrain.parallel.parallel_plan import ParallelPlan
 from hpctrain.parallel.plan_report import PlanReport, report_plan
 from hpctrain.planner.job import AveragerChoice, Candidate, Job
 from hpctrain.planner.program import group_schedules as schedules
 from hpctrain.planner.program.group_schedules import GroupSchedule, mirror_bytes
-from hpctrain.training.passes import ranks_fault, split_fault
-
-Image = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
@@ -73,7 +67,7 @@ def job_of(
     name: str,
     lowering: Lowering,
     kernels: KernelSet,
-    image_shape: Image,
+    image_shape: ImageShape,
     batch: int,
     optimizer: Optimizer,
     *,
@@ -97,7 +91,7 @@ def job_of(
         return lowering.graph(samples, image_shape)
 
     specs, _ = declared(lowering.model, graph_of(1))
-    state = state_arrays(optimizer, averages=False)
+    state = state_arrays(optimizer)
     return Job(
         name,
         graph_of,
@@ -136,50 +130,20 @@ def update_factor(optimizer: Optimizer, state: int, *, averages: bool = False) -
     return (accesses + _PASS_ACCESSES * (optimizer.passes + averages)) / _REFERENCE_ACCESSES
 
 
-def state_arrays(optimizer: Optimizer, *, averages: bool) -> int:
+def state_arrays(optimizer: Optimizer) -> int:
     """Return the number of elements that an optimiser keeps per parameter element.
 
     The function binds the optimiser to a parameter with one element.
-
-    Args:
-        averages: whether an average of the weights is kept as well.
     """
     group = FlatGroup({"weight": ParameterSpec((1,), constant(0.0))})
     optimizer.bind(group, group.segments)
-    sizes = [int(array.size) for array in optimizer.state(group.segments[0]).values()]
-    return sum(sizes) + int(averages)
-
-
-def plan_for(config: Config, ranks: int | None) -> ParallelPlan:
-    """Return the configured plan on `ranks` ranks; None: on the configured grid.
-
-    Raises:
-        ConfigError: grid.cols is unknown, or the ranks cannot share the batch or the shards.
-        ShapeError: the grid does not multiply to the number of ranks; the message contains the nearest grid that does.
-    """
-    if config.automatic:
-        raise ConfigError(
-            f"{' and '.join(config.automatic)} {'is' if len(config.automatic) == 1 else 'are'} auto, so there is no plan yet; "
-            f"give values, or choose them with `hpctrain plan search` or `hpctrain plan show --machine`."
-        )
-    cols = config.grid.cols
-    if ranks is not None:
-        cols = grid.columns(config, ranks)
-        check_grid(config.grid.rows, cols, ranks)
-    if cols is None:
-        raise ConfigError("grid.cols is null, so the number of ranks is unknown; give --ranks, or set grid.cols.")
-    grid.check_batch(config.batch, config.grid.rows, cols)
-    shards, rows = config.exact.shards, config.grid.rows
-    fault = None if shards is None else split_fault(rows) or ranks_fault(shards, rows * cols)
-    if fault is not None:
-        raise ConfigError(fault)
-    return grid.parallel_plan(config, cols)
+    return sum(int(array.size) for array in optimizer.state(group.segments[0]).values())
 
 
 def prepare(
     config: Config,
     ranks: int | None,
-    image: Image | None = None,
+    image: ImageShape | None = None,
     classes: int | None = None,
     backend: Backend | None = None,
 ) -> PlannedRun:
@@ -196,54 +160,46 @@ def prepare(
     Raises:
         HpctrainError: configuration, file and grid do not agree.
     """
-    plan = plan_for(config, ranks)
-    assumption = ""
-    if image is None or classes is None:
-        missing = config.data.train != SYNTHETIC and not Path(config.data.train).exists()
-        known_image, known_classes = _of_the_model(config) if missing else _header(config)
-        image, classes = image or known_image, classes or known_classes
-        if missing:
-            assumption = _assumption(config, image, classes)
+    recipe = Recipe(config).on(ranks)
+    facts = _facts(config, image, classes)
     backend = backend or make_backend(config.backend, config.dtype, config.precision)
-    model = catalogue.build(config.model.name, model_options(config, classes, image))
-    lowering = Lowering(model, config.init.freeze, backend.dtype)
-    plan.check([node.name for node in lowering.graph(1, image).nodes])
-    if plan.rows == 1:  # no layer is split
-        plan = ParallelPlan(1, plan.cols)
-    optimizer = OPTIMIZERS.create(config.optimizer.name, config.optimizer.options)
+    recipe = replace(recipe, facts=facts, backend=backend)
+    plan = recipe.checked_plan
     job = job_of(
-        *(config.model.name, lowering, backend.kernels, image, config.batch, optimizer),
+        *(config.model.name, recipe.lowering, backend.kernels, recipe.image_shape, config.batch, recipe.make_optimizer()),
         averages=config.ema.decay is not None,
         shards=config.exact.shards,
     )
-    return PlannedRun(config, job, plan, job.counts(plan.rows * plan.cols, plan.rows), assumption)
+    return PlannedRun(config, job, plan, job.counts(plan.rows * plan.cols, plan.rows), facts.assumption)
 
 
-def _header(config: Config) -> tuple[Image, int]:
-    """Return the image shape after augmentation and the number of classes, without reading images."""
-    images, _ = training_images(config, open_images(config, "train"), None)
-    return images.shapes(config.epochs)[0], len(images.file.class_names)
+def _facts(config: Config, image: ImageShape | None, classes: int | None) -> ImageFacts:
+    """Return given facts about the images, or those of the file's header, or of the model's default images without a file."""
+    if image is not None and classes is not None:
+        return ImageFacts((image,), classes)
+    if config.data.train == SYNTHETIC or Path(config.data.train).exists():
+        facts = training_images(config, open_images(config, "train"), None)[0].facts(config.epochs)
+        return ImageFacts((image or facts.shapes[0],), classes or facts.classes)
+    known_image, known_classes = _of_the_model(config)
+    image, classes = image or known_image, classes or known_classes
+    height, width, channels = image
+    assumption = (
+        f"{config.data.train} does not exist yet, so this assumes images of {height} x {width} x {channels} and {classes} "
+        f"classes (the model's defaults, unless --image and --classes are given); once the file exists, its values are used."
+    )
+    return ImageFacts((image,), classes, assumption=assumption)
 
 
-def _of_the_model(config: Config) -> tuple[Image, int]:
+def _of_the_model(config: Config) -> tuple[ImageShape, int]:
     """Return the shape of the model's default images after the configured augmentations, and its number of classes."""
     options = catalogue.check(config.model.name, config.model.options)
-    height, width, channels = catalogue.image_shape(config.model.name)
-    shape = (height, width, int(options.get("channels_in", channels)))
+    shape = Recipe(config).image_shape
     steps = [(step.name, step.options) for step in config.data.augment]
     flat = np.zeros(shape[2])
     with suppress(ShapeError):  # if crops need larger images than the model's default, keep the default
         pipeline = Pipeline(steps, seed=config.seed, mean=flat, std=flat, dtype=config.dtype)
         shape = of_largest(config, pipeline).output_shape(*shape)
     return shape, int(options.get("classes", 1))
-
-
-def _assumption(config: Config, image: Image, classes: int) -> str:
-    height, width, channels = image
-    return (
-        f"{config.data.train} does not exist yet, so this assumes images of {height} x {width} x {channels} and {classes} "
-        f"classes (the model's defaults, unless --image and --classes are given); once the file exists, its values are used."
-    )
 
 
 def description(task: PlannedRun, reported: Sequence[int] | None = None) -> PlanReport:

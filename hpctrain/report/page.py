@@ -17,7 +17,7 @@ import numpy as np
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
-from hpctrain.assembly.checks import make_schedule
+from hpctrain.assembly.recipe import Recipe
 from hpctrain.core.errors import DataError, HpctrainError
 from hpctrain.report.figures import Drawing, layer_drawing, panel_drawing, read_steps, svg, timeline_drawing
 from hpctrain.run.evaluation import JudgedImage, Judgement
@@ -69,7 +69,6 @@ class Picture:
 
     Attributes:
         number: index of the image.
-        label: name of its class.
         words: predicted class with its probability.
         data: image as a data URL.
     """
@@ -85,7 +84,6 @@ class JudgedSet:
     """The result of one run on its test or validation set.
 
     Attributes:
-        split: name of the set.
         headings: titles of the columns of `confusion`.
         confusion: (class, number of its samples predicted as each class) by row; empty for too many classes.
         classes: (class, images, top-1, class that it was most often taken for) as texts.
@@ -333,7 +331,7 @@ def _scheduled(curve: Curve, record: RunRecord) -> Curve:
     samples = samples_per_epoch(record.state.records)
     try:
         config = find_run(str(record.state.path), record.state.path.parent).parsed(())[0]
-        schedule = make_schedule(config, -(-samples // config.batch) or 1)
+        schedule = Recipe(config).schedule(samples)
     except HpctrainError:  # a configuration of another version, or one that names user code
         return curve
 

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hpctrain.assembly.grid import with_defaults
+from hpctrain.assembly.recipe import with_defaults
 from hpctrain.backend.choice import Backend, make_backend
 from hpctrain.comm.base import Communicator, Subject, compare, raise_on_all_ranks
 from hpctrain.config.schema import SYNTHETIC, Config

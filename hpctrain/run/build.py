@@ -10,25 +10,22 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from hpctrain.assembly.checks import check_device, make_schedule
-from hpctrain.assembly.grid import model_options, parallel_plan
+from hpctrain.assembly.checks import check_device
 from hpctrain.assembly.images import (
     CHECKPOINT,
     check_image_shapes,
     check_shapes,
-    configured_splits,
+    check_single_values,
     described_training,
     evaluation_images,
-    single_values,
     training_images,
 )
-from hpctrain.averaging.averagers import make_strategy
+from hpctrain.assembly.recipe import Recipe
 from hpctrain.backend.choice import Backend
 from hpctrain.comm.base import Communicator, Subject, compare, raise_on_all_ranks
 from hpctrain.comm.transports import Transport
@@ -40,13 +37,11 @@ from hpctrain.data.loader import Loader
 from hpctrain.data.pipeline import ImageSizes
 from hpctrain.job.automatic_choice import Resolved
 from hpctrain.job.session import Session, StartedJob
-from hpctrain.models import catalogue
 from hpctrain.models.state_dict import INIT_HINT, StateEntry, check_file_fits, check_finite, declared_state
-from hpctrain.nn.layers import Layer, join
+from hpctrain.nn.layers import join
 from hpctrain.nn.network import Network
 from hpctrain.nn.whitening import whitened_convolution, whitening_filters
 from hpctrain.optim.ema import EmaRule
-from hpctrain.optim.optimizers import OPTIMIZERS
 from hpctrain.optim.schedules import LearningRateSchedule
 from hpctrain.parallel.rank_graph import make_network
 from hpctrain.run.data_cache import DataCache, give_levels
@@ -278,7 +273,7 @@ def build(
     Raises:
         HpctrainError: configuration, data files and grid do not fit each other.
     """
-    opened = open_alike(session.world, session.config, configured_splits(session.config))
+    opened = open_alike(session.world, session.config, tuple(session.config.data.files))
     setup = raise_on_all_ranks(session.world, lambda: _build(session, opened, known))
     cache = give_levels(session, session.config.data.cache, setup.loaders, stop_requested=stop_requested)
     arithmetic = setup.backend.kernels.arithmetic
@@ -293,14 +288,15 @@ def _build(session: Session, opened: Mapping[Split, ImageFile], known: DataFacts
     train, data = training_images(config, opened["train"], known)
     place = config.data.train if known is None else CHECKPOINT
     evaluated = {split: evaluation_images(config, opened, split, data, place) for split in config.data.evaluated_splits}
-    shapes = train.shapes(config.epochs)
+    facts = train.facts(config.epochs)
     if train.sizes is None:
         for images in evaluated.values():
-            check_shapes(shapes[0], images.shape)
+            check_shapes(facts.shapes[0], images.shape)
     labels = train.file.labels if train.subset is None else train.file.labels[train.subset]
     weights = class_weights(config, labels, data.class_names)
-    replica = build_replica(session, backend, len(data.class_names), shapes[0], class_weights=weights)
-    check_image_shapes(replica.network, (*shapes[1:], *(images.shape for images in evaluated.values())))
+    recipe = replace(session.recipe, facts=replace(facts, class_weights=weights), backend=backend)
+    replica = make_replica(recipe, session)
+    check_image_shapes(replica.network, (*facts.shapes[1:], *(images.shape for images in evaluated.values())))
     check_memory(replica.network, -(-config.batch // session.world.size), replica.passes.following)
     kernels, shards = replica.network.kernels, config.exact.shards
     loader = make_loader(
@@ -317,12 +313,10 @@ def _build(session: Session, opened: Mapping[Split, ImageFile], known: DataFacts
         for images in evaluated.values()
     ]
     evaluation_loader, test_loader, *_ = (*loaders, None, None)
-    schedule = make_schedule(config, len(loader))
-    plan = parallel_plan(config, session.grid.cols)
-    single = single_values(config, shapes, len(data.class_names), len(train), plan, config.data.train)
-    single.check()
+    schedule = recipe.schedule(len(train))
+    single = check_single_values(recipe)
     remarks = [note for images in evaluated.values() for note in images.notes]
-    notes = (*train.notes, *remarks, *((single.warning,) if single.warning else ()))
+    notes = (*train.notes, *remarks, *((single,) if single else ()))
     return TrainingSetup(backend, replica, loader, evaluation_loader, test_loader, schedule, data, notes, train.sizes)
 
 
@@ -351,20 +345,11 @@ def class_weights(config: Config, labels: np.ndarray, names: Sequence[str]) -> t
     return tuple((len(labels) / (classes * counts)).tolist())
 
 
-def build_replica(
-    session: Session,
-    backend: Backend,
-    classes: int,
-    image_shape: tuple[int, int, int],
-    *,
-    trains: bool = True,
-    class_weights: Sequence[float] = (),
-) -> Replica:
-    """Return this rank's replica of the configured model for images of the given shape (H, W, C). Not collective.
+def make_replica(recipe: Recipe, session: Session, *, trains: bool = True) -> Replica:
+    """Return this rank's replica of a recipe with facts, grid and backend, for images of the largest shape. Not collective.
 
     Args:
         trains: False for a replica that only evaluates, which has no averagers.
-        class_weights: weight of each class in the loss of training steps; empty: all are 1.
 
     Raises:
         ConfigError: the plan or `init.freeze` names layers that the model lacks, or the averager cannot add up norms of split
@@ -372,27 +357,28 @@ def build_replica(
         DataError: the number of classes differs between model and data.
         ShapeError: the images do not fit the model.
     """
-    config = session.config
-    model: Layer = catalogue.build(config.model.name, model_options(config, classes, image_shape))
+    config, facts, backend = recipe.config, recipe.facts, recipe.backend
+    assert facts is not None, "a replica needs facts about its images"
+    assert backend is not None, "a replica needs a backend"
     network = make_network(
-        model,
-        image_shape,
+        recipe.model,
+        recipe.image_shape,
         backend.kernels,
         groups=session.groups,
         progress=session.progress,
-        plan=parallel_plan(config, session.grid.cols),
+        plan=recipe.plan,
         dtype=backend.dtype,
         seed=config.seed,
         smoothing=config.loss.label_smoothing,
-        class_weights=class_weights,
+        class_weights=facts.class_weights,
         frozen=config.init.freeze,
     )
     replica = Replica(
         network,
         groups=session.groups,
         progress=session.progress,
-        strategy=partial(make_strategy, config.averager.name, config.averager.options) if trains else None,
-        optimizer=partial(OPTIMIZERS.create, config.optimizer.name, config.optimizer.options),
+        strategy=recipe.make_strategy if trains else None,
+        optimizer=recipe.make_optimizer,
         nominal_batch=config.batch,
         micro_batches=config.micro_batches,
         exact_shards=config.exact.shards if trains else None,
@@ -400,10 +386,10 @@ def build_replica(
         skips=config.on_nonfinite.action == "skip",
         ema=None if config.ema.decay is None else EmaRule(config.ema.decay, config.ema.warm_up),
     )
-    if network.classes != classes:
+    if network.classes != facts.classes:
         raise DataError(
-            f"{config.data.train} has {classes} classes, but the model {config.model.name} has {network.classes}; "
-            f"set model.classes to {classes}, or use other data."
+            f"{config.data.train} has {facts.classes} classes, but the model {config.model.name} has {network.classes}; "
+            f"set model.classes to {facts.classes}, or use other data."
         )
     return replica
 

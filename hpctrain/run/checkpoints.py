@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from hpctrain.assembly.grid import describe, parallel_plan
 from hpctrain.assembly.images import EVALUATION_IMAGES
+from hpctrain.assembly.recipe import describe
 from hpctrain.comm.base import raise_on_all_ranks
 from hpctrain.config.load import dump
 from hpctrain.config.schema import CheckpointConfig, Config
@@ -402,7 +402,7 @@ class RunCheckpoints(Observer):
                 {} if setup.evaluation_loader is None else {EVALUATION_IMAGES: asdict(ImageForm.of(setup.evaluation_loader.file))}
             ),
             "ranks": session.world.size,
-            "grid": describe(parallel_plan(session.config, session.grid.cols)),
+            "grid": describe(session.recipe.plan),
             **reproducibility.keep_schedules(session, setup, self._directory),
         }
         if session.config.exact.shards is not None:

@@ -26,6 +26,7 @@ from hpctrain.assembly.images import (
     pictures,
     training_shape,
 )
+from hpctrain.assembly.recipe import ImageFacts
 from hpctrain.comm.base import Subject, compare, raise_on_all_ranks
 from hpctrain.config.schema import Config, Split
 from hpctrain.core import log
@@ -33,7 +34,7 @@ from hpctrain.core.errors import CheckpointError, ConfigError
 from hpctrain.data.image_file import DataFacts, ImageForm, described, differences
 from hpctrain.data.loader import Loader
 from hpctrain.job.session import Session
-from hpctrain.run.build import build_replica
+from hpctrain.run.build import make_replica
 from hpctrain.run.data_cache import give_levels
 from hpctrain.run.images import make_loader, open_alike
 from hpctrain.run.resume import check_model, data_of, find_checkpoint, stored_config
@@ -192,7 +193,8 @@ def trained_replica(
     trained_with = stored_config(content, config) or config
     if not trained_with.data.sizes:  # a model trained on several sizes accepts any that its layers accept
         check_shapes(training_shape(trained_with, data), images.shape)
-    replica = build_replica(session, session.backend(), len(data.class_names), images.shape, trains=False)
+    facts = ImageFacts((images.shape,), len(data.class_names))
+    replica = make_replica(replace(session.recipe, facts=facts, backend=session.backend()), session, trains=False)
     replica.load_weights(content, averaged=averaged)
     return replica
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from hpctrain.assembly.grid import model_options
 from hpctrain.assembly.images import described_training, training_shape
 from hpctrain.assembly.options import named, names
+from hpctrain.assembly.recipe import ImageFacts, Recipe
 from hpctrain.config.load import parse
 from hpctrain.config.schema import Config
 from hpctrain.core.errors import CheckpointError, ConfigError
@@ -140,8 +140,7 @@ def of_checkpoint(
         raise ConfigError(f'The model of {path} is user code, which is loaded only on request; give --model "{given}".')
     data = data_of(content, path)
     shape = _image_shape(config, data)
-    options = model_options(config, len(data.class_names), shape or (1, 1, data.shape[2]))
-    model = catalogue.build(given, options)
+    model = Recipe(config, ImageFacts((shape or (1, 1, data.shape[2]),), len(data.class_names))).model
     position = Position.from_meta(content.meta)
     keys = averaged_keys(content) if averaged else {}
     state = with_counters(

@@ -19,10 +19,9 @@ from typing import Any, TypeVar
 
 import yaml
 
-from hpctrain.assembly.checks import make_schedule
-from hpctrain.assembly.grid import model_options
 from hpctrain.assembly.images import CHECKPOINT, validation_split
 from hpctrain.assembly.options import defaults, filled
+from hpctrain.assembly.recipe import ImageFacts, Recipe
 from hpctrain.comm.base import Communicator, Subject, compare, raise_on_all_ranks
 from hpctrain.config import resume_rules
 from hpctrain.config.load import dump, parse
@@ -338,9 +337,9 @@ def _data_values(data: DataFacts) -> dict[str, str]:
 
 def _absent(config: Config, data: DataFacts) -> dict[str, Any]:
     """Return the default of each key, which applies if the key is not set."""
-    height, width, channels = data.shape
     silent = config.model_copy(update={"model": config.model.model_validate(config.model.name)})
-    options = model_options(silent, len(data.class_names), (height, width, channels))
+    height, width, channels = data.shape
+    options = Recipe(silent, ImageFacts(((height, width, channels),), len(data.class_names))).model_options
     return flat(Config.model_construct().model_dump(mode="json")) | defaults(config) | flat({"model": options})
 
 
@@ -366,7 +365,7 @@ def rate_words(start: Start, config: Config, samples: int) -> list[str]:
     """
 
     def rate(values: Config) -> float:
-        schedule = make_schedule(values, -(-samples // values.batch))
+        schedule = Recipe(values).schedule(samples)
         return schedule.rate(start.position.in_steps(samples, values.batch), start.position.plateau)
 
     stored, before, after = stored_config(start.content, config), math.nan, rate(config)

@@ -13,15 +13,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hpctrain.assembly.images import check_files, open_images, single_values_of, size_faults
+from hpctrain.assembly.images import check_files, check_single_values, open_images, size_faults, training_images
+from hpctrain.assembly.recipe import ImageFacts, Recipe, with_defaults
 from hpctrain.config.schema import SYNTHETIC, AugmentConfig, Config, DataConfig, ScheduleConfig, SizeConfig
 from hpctrain.config.values import SLURM
 from hpctrain.core.errors import ConfigError, HpctrainError
 from hpctrain.core.text import counted
 from hpctrain.job.session import StartedJob
 from hpctrain.models import catalogue
-from hpctrain.planner.planned_run import Image
-from hpctrain.run.automatic_search import with_default_plan
+from hpctrain.nn.network import declared
 
 #: suffix of the run's name, so that `--resume auto` and other runs of the configuration do not find the trial
 SUFFIX = "-smoke"
@@ -29,7 +29,7 @@ EPOCHS = 2
 STEPS = 2  # per epoch
 SAMPLES = 4  # per rank and micro-batch
 SIDE = 64  # pixels, to which larger images are scaled down
-_UNKNOWN: Image = (SIDE, SIDE, 3)  # for a model that does not declare its image shape
+_UNKNOWN = (SIDE, SIDE, 3)  # for a model that does not declare its image shape
 
 
 @dataclass(frozen=True)
@@ -38,19 +38,6 @@ class SmokeTrial:
 
     config: Config
     notes: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class RecipeImages:
-    """Images for which a configuration is made.
-
-    Attributes:
-        notes: sentences on missing files, and on what is assumed instead.
-    """
-
-    shape: Image
-    classes: int
-    notes: tuple[str, ...] = ()
 
 
 def smoke_trial(config: Config, started: StartedJob) -> SmokeTrial:
@@ -68,22 +55,24 @@ def shortened(config: Config, ranks: int) -> SmokeTrial:
     Raises:
         HpctrainError: as for `smoke_trial`.
     """
-    images = recipe_images(config)
+    images, of_files = recipe_images(config)
     config, of_grid = _with_legal_grid(config, ranks)
     config, of_weights = _with_weights_that_exist(config)
     short, of_time = _short(config, ranks)
     full, small = _on_images(short, images, 1.0), _on_images(short, images, _factor(config, images))
     chosen = small if _has_same_parameters(small, full, ranks) else full
     size = f"{chosen.data.synthetic.height} x {chosen.data.synthetic.width}"
-    stored = f"{images.shape[0]} x {images.shape[1]}"
+    stored = f"{images.shapes[0][0]} x {images.shapes[0][1]}"
     of_size = f"synthetic images of {size}{'' if size == stored else f' in place of {stored}'}, {images.classes} classes"
     of_sizes = _sizes_note(config, chosen)
-    notes = (*of_time, of_size, *of_sizes, *images.notes, *of_weights, *of_grid)
+    notes = (*of_time, of_size, *of_sizes, *of_files, *of_weights, *of_grid)
     return SmokeTrial(chosen, tuple(f"smoke: {note}" for note in notes))
 
 
-def recipe_images(config: Config) -> RecipeImages:
-    """Return facts about the images of the training file or, if the file does not exist yet, about the model's usual images.
+def recipe_images(config: Config) -> tuple[ImageFacts, tuple[str, ...]]:
+    """Return facts about the stored images of the training file or, without a file, about the model's usual images.
+
+    The second result has sentences on missing files, and on what is assumed instead.
 
     Raises:
         HpctrainError: an existing file cannot be read, or files and model do not fit each other.
@@ -94,7 +83,7 @@ def recipe_images(config: Config) -> RecipeImages:
     files = {split: open_images(config, split) for split, path in config.data.files.items() if _exists(path)}
     file = files["train"]
     check_files(config)
-    return RecipeImages(file.shape, len(file.class_names), missing)
+    return ImageFacts((file.shape,), len(file.class_names)), missing
 
 
 def remove_run(directory: Path) -> str:
@@ -110,7 +99,7 @@ def _exists(path: str) -> bool:
     return path == SYNTHETIC or Path(path).exists()
 
 
-def _of_the_model(config: Config, missing: tuple[str, ...]) -> RecipeImages:
+def _of_the_model(config: Config, missing: tuple[str, ...]) -> tuple[ImageFacts, tuple[str, ...]]:
     options = catalogue.check(config.model.name, config.model.options)
     height, width, channels = _UNKNOWN
     with suppress(ConfigError):  # user code need not declare it
@@ -119,7 +108,7 @@ def _of_the_model(config: Config, missing: tuple[str, ...]) -> RecipeImages:
     height, width = max(height, *crops, 0), max(width, *crops, 0)
     shape = (height, width, int(options.get("channels_in", channels)))
     assumed = "so images and classes are the model's defaults"
-    return RecipeImages(shape, int(options.get("classes", 10)), (f"{missing[0]}, {assumed}", *missing[1:]))
+    return ImageFacts((shape,), int(options.get("classes", 10))), (f"{missing[0]}, {assumed}", *missing[1:])
 
 
 def _crop_sizes(config: Config) -> list[int]:
@@ -128,21 +117,21 @@ def _crop_sizes(config: Config) -> list[int]:
     return crops + [step.size for step in config.data.sizes]
 
 
-def _factor(config: Config, images: RecipeImages) -> float:
+def _factor(config: Config, images: ImageFacts) -> float:
     """Return the factor that scales the network's input to at most SIDE pixels."""
-    return min(1.0, SIDE / max(_crop_sizes(config) or images.shape[:2]))
+    return min(1.0, SIDE / max(_crop_sizes(config) or images.shapes[0][:2]))
 
 
-def _on_images(config: Config, images: RecipeImages, factor: float) -> Config:
+def _on_images(config: Config, images: ImageFacts, factor: float) -> Config:
     """Return the configuration on synthetic images; these and all crops are scaled by the factor."""
     augment, evaluate = (
         [_scaled(step, factor) for step in steps] for steps in (config.data.augment, config.data.evaluate_augment)
     )
-    height, width = (max(1, round(side * factor)) for side in images.shape[:2])  # at least a crop, rounded likewise
+    height, width = (max(1, round(side * factor)) for side in images.shapes[0][:2])  # at least a crop, rounded likewise
     made_up = {
         "height": height,
         "width": width,
-        "channels": images.shape[2],
+        "channels": images.shapes[0][2],
         "classes": images.classes,
         "samples": STEPS * config.batch,
         "test_samples": config.batch + 1,  # the last batch of an evaluation is usually incomplete
@@ -190,11 +179,21 @@ def _scaled(step: AugmentConfig, factor: float) -> AugmentConfig:
 def _has_same_parameters(small: Config, full: Config, ranks: int) -> bool:
     """Return whether the model accepts the smaller images, with parameters of the same shapes."""
     try:
-        shapes = [{name: spec.shape for name, spec in with_default_plan(one, ranks).job.specs.items()} for one in (small, full)]
+        recipes = [_with_facts(one, ranks) for one in (small, full)]
+        specs = [declared(recipe.model, recipe.graph)[0] for recipe in recipes]
+        shapes = [{name: spec.shape for name, spec in of_images.items()} for of_images in specs]
+        # Images may become so small that a batch norm has a single value per channel, for which the training would be refused.
+        if not small.automatic:
+            check_single_values(recipes[0])
     except HpctrainError:  # the run itself will report it for the full size
         return False
-    # Images may become so small that a batch norm has a single value per channel, for which the training would be refused.
-    return shapes[0] == shapes[1] and not any(size_faults(small)) and single_values_of(small, ranks).refusal is None
+    return shapes[0] == shapes[1] and not any(size_faults(Recipe(small)))
+
+
+def _with_facts(config: Config, ranks: int) -> Recipe:
+    """Return the recipe of a configuration for its images on the ranks, with defaults in its open sections."""
+    images, _ = training_images(config, open_images(config, "train"), None)
+    return Recipe(with_defaults(config), images.facts(config.epochs)).on(1 if config.grid.automatic else ranks)
 
 
 def _short(config: Config, ranks: int) -> tuple[Config, tuple[str, ...]]:

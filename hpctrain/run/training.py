@@ -15,8 +15,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hpctrain.assembly.grid import describe, parallel_plan
 from hpctrain.assembly.images import WARNING, data_line
+from hpctrain.assembly.recipe import describe
 from hpctrain.backend.specs import TensorSpec
 from hpctrain.comm.base import Communicator, raise_on_all_ranks
 from hpctrain.comm.progress import ProgressMode
@@ -506,7 +506,7 @@ def _introduce(session: Session, setup: TrainingSetup, reporter: Reporter, notes
     config, network = session.config, setup.replica.network
     count = sum(math.prod(spec.shape) for spec in network.parameter_specs.values())
     flops = network.model.flops(TensorSpec((1, *network.image_shape)))
-    grid = describe(parallel_plan(config, session.grid.cols))
+    grid = describe(session.recipe.plan)
     for line in session.resolved.lines:
         reporter.say(line)
     reporter.say(f"{counted(session.world.size, 'rank')} as {grid}, launcher {session.launcher.name}")
@@ -559,7 +559,7 @@ def _about(session: Session, setup: TrainingSetup) -> dict[str, object]:
         "model": config.model.name,
         "averager": config.averager.name,
         "batch": config.batch,
-        "grid": describe(parallel_plan(config, session.grid.cols)),
+        "grid": describe(session.recipe.plan),
         "threads": session.threads.threads,
         "oversubscribed": oversubscribed(session.grid.node, session.world, session.threads.threads),
     }

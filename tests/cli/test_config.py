@@ -13,7 +13,7 @@ import pytest
 import yaml
 from click.testing import CliRunner, Result
 
-from hpctrain.assembly import grid
+from hpctrain.assembly import recipe
 from hpctrain.assembly.options import filled
 from hpctrain.backend import choice
 from hpctrain.backend.choice import NAMES, PRECISIONS
@@ -173,7 +173,7 @@ def test_the_largest_grid_is_checked_as_fast_as_a_small_one(use: str, monkeypatc
         return partition_graph(graph, plan, counts)
 
     path = str(next(path for path in CONFIGS if path.stem == "quickstart"))
-    monkeypatch.setattr(grid, "partition_graph", few)
+    monkeypatch.setattr(recipe, "partition_graph", few)
     overrides = ["grid.rows=1000000", f"plan.default={use}"]
     result = CliRunner().invoke(cli, ["config", "check", path, *overrides], catch_exceptions=False)
     assert result.exit_code == 0, result.output

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hpctrain.backend.choice import NodePlace
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.core.text import size_text
 from hpctrain.doctor import nodes as node_checks
@@ -182,17 +183,17 @@ def test_the_node_with_the_least_room_is_judged(ranks: int, node_gb: int, pass_g
 
 
 def test_a_rank_needs_less_for_a_pass_where_more_share_the_batch() -> None:
-    one, held = node_checks.planned_bytes(configuration("batch=64"), 1)
-    four, held_by_four = node_checks.planned_bytes(configuration("batch=64"), 4)
+    one, held = node_checks.planned_bytes(configuration("batch=64"), NodePlace(1))
+    four, held_by_four = node_checks.planned_bytes(configuration("batch=64"), NodePlace(4))
     assert 3 < one / four < 5
     assert held == held_by_four > 0
-    micro, _ = node_checks.planned_bytes(configuration("batch=64", "micro_batches=4"), 1)
+    micro, _ = node_checks.planned_bytes(configuration("batch=64", "micro_batches=4"), NodePlace(1))
     assert 3 < one / micro < 5
 
 
 def test_ranks_that_split_layers_hold_less() -> None:
-    _, held = node_checks.planned_bytes(configuration("batch=64"), 2)
-    _, split = node_checks.planned_bytes(configuration("batch=64", "grid.rows=2", "plan.default=model"), 2)
+    _, held = node_checks.planned_bytes(configuration("batch=64"), NodePlace(2))
+    _, split = node_checks.planned_bytes(configuration("batch=64", "grid.rows=2", "plan.default=model"), NodePlace(2))
     assert split < held
 
 

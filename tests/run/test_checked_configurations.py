@@ -2,19 +2,24 @@
 
 import json
 import re
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import click
 import pytest
 import yaml
+from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
+import hpctrain
 from hpctrain.assembly.checks import check_device, check_names, device_faults, exact_faults
 from hpctrain.assembly.options import FOLLOWING, KINDS, SECTIONS, Choice, choice, choices, defaults, filled, json_schema, names
+from hpctrain.averaging.averagers import AVERAGERS
+from hpctrain.backend.choice import make_backend
 from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
 from hpctrain.cli.main import cli
 from hpctrain.config.load import dump, known_paths, load, parse
@@ -23,8 +28,12 @@ from hpctrain.config.schema import Config
 from hpctrain.config.values import Named
 from hpctrain.core.errors import CheckpointError, ConfigError
 from hpctrain.core.text import SYNONYMS, synonyms
+from hpctrain.job import session
 from hpctrain.models import catalogue
 from hpctrain.optim.optimizers import OPTIMIZERS
+from hpctrain.planner import planned_run
+from hpctrain.run import python_job
+from tests.support import nets, run_in_process
 from tests.support.late_kernels import LateKernelSet
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -449,3 +458,50 @@ def test_a_missing_option_is_answered_by_an_example_that_is_accepted(kind: str, 
         example = re.search(r'needs the option "\w+"; write for example "([^"]*)"\.$', message)
         assert example is not None, message
         passes(text, override, example[1])
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """How often a model, a backend, an optimiser and a strategy were made."""
+    counts: Counter[str] = Counter()
+
+    def counted(make: Callable[..., Any], kind: str) -> Callable[..., Any]:
+        def counting(*arguments: Any, **keywords: Any) -> Any:
+            counts[kind] += 1
+            return make(*arguments, **keywords)
+
+        return counting
+
+    monkeypatch.setattr(catalogue, "build", counted(catalogue.build, "model"))
+    for module in (planned_run, session, python_job):
+        monkeypatch.setattr(module, "make_backend", counted(make_backend, "backend"))
+    monkeypatch.setattr(OPTIMIZERS, "create", counted(OPTIMIZERS.create, "optimizer"))
+    monkeypatch.setattr(AVERAGERS, "create", counted(AVERAGERS.create, "strategy"))
+    return counts
+
+
+@pytest.mark.parametrize(
+    ("command", "backends", "optimizers", "strategies"),
+    [(["config", "check"], 0, 1, 1), (["plan", "show", "--ranks", "1"], 1, 2, 2)],
+)
+def test_a_command_makes_a_model_for_the_usual_images_and_one_for_those_of_the_file(
+    command: list[str], backends: int, optimizers: int, strategies: int, tmp_path: Path, made: Counter[str]
+) -> None:
+    run_in_process.prepare(tmp_path)
+    result = CliRunner().invoke(cli, [*command, str(tmp_path / "tiny.yaml")], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    assert made == Counter(model=2, backend=backends, optimizer=optimizers, strategy=strategies)
+
+
+def test_a_training_makes_each_part_once_after_its_check(tmp_path: Path, made: Counter[str]) -> None:
+    """A network that is not split has one group of parameters."""
+    run_in_process.prepare(tmp_path)
+    check_names(*load(tmp_path / "tiny.yaml"))
+    run_in_process.train(tmp_path)
+    assert made == Counter(model=2, backend=1, optimizer=2, strategy=2)
+
+
+def test_a_replica_of_a_program_uses_the_model_that_it_is_given(made: Counter[str]) -> None:
+    with hpctrain.start(batch=8) as job:
+        job.replica(nets.plain(), (9, 7, 3), backend="numpy")
+    assert made == Counter(backend=1, optimizer=1, strategy=1)

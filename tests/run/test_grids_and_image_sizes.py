@@ -1,5 +1,7 @@
 """The grid, image sizes and batch norms of a configuration, and its smoke trial."""
 
+import re
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,10 +12,10 @@ from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpctrain.assembly import grid, images
 from hpctrain.assembly.checks import check_names
-from hpctrain.assembly.images import check_image_shapes, image_sizes, of_largest, single_values_of, size_faults
+from hpctrain.assembly.images import check_files, check_image_shapes, check_single_values, image_sizes, of_largest, size_faults
 from hpctrain.assembly.options import filled
+from hpctrain.assembly.recipe import Recipe, check_batch, columns
 from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
 from hpctrain.cli.main import cli
 from hpctrain.comm.base import SingleCommunicator
@@ -51,12 +53,12 @@ def config_of(*overrides: str) -> Config:
     [((), 6, 6), (("grid.rows=2",), 6, 3), (("grid.rows=4",), 3, 1), (("grid.rows=2", "grid.cols=5"), 6, 5)],
 )
 def test_the_size_of_a_data_group(overrides: tuple[str, ...], ranks: int, expected: int) -> None:
-    assert grid.columns(config_of(*overrides), ranks) == expected
+    assert columns(config_of(*overrides), ranks) == expected
 
 
 def test_the_plan_has_the_uses_that_patterns_name() -> None:
     config = config_of(*DOMAIN, "plan.classifier.*=model")
-    plan = grid.parallel_plan(config, 3)
+    plan = Recipe(config, grid=(config.grid.rows, 3)).plan
     assert (plan.rows, plan.cols, plan.default) == (2, 3, Parallelism.DOMAIN)
     assert plan.use_of("classifier.0") is Parallelism.MODEL
 
@@ -65,10 +67,10 @@ def test_the_plan_has_the_uses_that_patterns_name() -> None:
 def test_every_rank_has_a_sample_to_work_on(batch: int, rows: int, cols: int, legal: bool) -> None:
     """Ranks of a split group work on each other's samples."""
     if legal:
-        grid.check_batch(batch, rows, cols)
+        check_batch(batch, rows, cols)
     else:
         with pytest.raises(ConfigError, match=rf"batch is {batch}.*the smallest batch is {cols}\."):
-            grid.check_batch(batch, rows, cols)
+            check_batch(batch, rows, cols)
 
 
 SIZES_TEXT = """
@@ -103,7 +105,7 @@ def sizes_config(sizes: str, model: str = "resnet50") -> Config:
 def test_a_fault_has_its_place_and_the_nearest_legal_value(
     sizes: str, model: str, place: tuple[object, ...], sentence: str
 ) -> None:
-    ((path, fault),) = size_faults(sizes_config(sizes, model))
+    ((path, fault),) = size_faults(Recipe(sizes_config(sizes, model)))
     assert path == ("data", "sizes", *place)
     config, source = parse(SIZES_TEXT.format(sizes=sizes, model=model))
     with pytest.raises(ConfigError, match=sentence):
@@ -113,11 +115,13 @@ def test_a_fault_has_its_place_and_the_nearest_legal_value(
 
 @pytest.mark.parametrize("model", ["resnet50", "vgg16", "alexnet", "resnet9", "resnet20", "small"])
 def test_models_take_several_sizes(model: str) -> None:
-    assert not list(size_faults(sizes_config("[{size: 96}, {from_epoch: 1, size: 128}, {from_epoch: 3, size: 72}]", model)))
+    assert not list(
+        size_faults(Recipe(sizes_config("[{size: 96}, {from_epoch: 1, size: 128}, {from_epoch: 3, size: 72}]", model)))
+    )
 
 
 def test_a_model_with_a_fault_of_its_own_is_not_asked() -> None:
-    assert not list(size_faults(sizes_config("[{size: 2}]", "{name: vgg16, depth: 5}")))
+    assert not list(size_faults(Recipe(sizes_config("[{size: 2}]", "{name: vgg16, depth: 5}"))))
 
 
 @pytest.mark.parametrize(("epochs", "side"), [(1, 96), (3, 128), (9, 160)])
@@ -144,8 +148,12 @@ BATCH_NORM_CONFIG = """
 """
 
 
-def _single_values(*overrides: str, ranks: int | None = None) -> images.SingleValues:
-    return single_values_of(parse(BATCH_NORM_CONFIG, overrides=overrides)[0], ranks)
+def _single_values(*overrides: str, ranks: int | None = None) -> str:
+    checked = check_files(parse(BATCH_NORM_CONFIG, overrides=overrides)[0])
+    if checked is None:
+        return ""
+    (rows, cols), config = checked[0].grid or (1, 1), checked[0].config
+    return check_single_values(replace(checked[0], grid=(rows, cols if ranks is None else columns(config, ranks))))
 
 
 @pytest.mark.parametrize(
@@ -165,12 +173,8 @@ def _single_values(*overrides: str, ranks: int | None = None) -> images.SingleVa
     ],
 )
 def test_a_single_value_in_every_step_is_refused_with_the_layer(overrides: list[str], mend: str) -> None:
-    found = _single_values(*overrides)
-    assert found.refusal is not None
-    assert found.refusal.startswith("Batch norm layer4.0.bn1 has a single value per channel")
-    assert mend in found.refusal
-    with pytest.raises(ConfigError):
-        found.check()
+    with pytest.raises(ConfigError, match=rf"^Batch norm layer4\.0\.bn1 has a single value per channel.*{re.escape(mend)}"):
+        _single_values(*overrides)
 
 
 @pytest.mark.parametrize(
@@ -189,8 +193,7 @@ def test_a_single_value_in_every_step_is_refused_with_the_layer(overrides: list[
     ],
 )
 def test_batch_norms_with_several_values_are_not_refused(overrides: list[str]) -> None:
-    found = _single_values(*overrides)
-    assert (found.refusal, found.warning) == (None, None)
+    assert not _single_values(*overrides)
 
 
 @pytest.mark.parametrize(
@@ -204,11 +207,7 @@ def test_batch_norms_with_several_values_are_not_refused(overrides: list[str]) -
     ],
 )
 def test_a_single_value_in_the_last_step_is_a_warning(overrides: list[str], ranks: int, warned: bool) -> None:
-    found = _single_values(*overrides, ranks=ranks)
-    assert found.refusal is None
-    assert (found.warning is not None) is warned
-    if found.warning:
-        assert "in the last step of each epoch" in found.warning
+    assert ("in the last step of each epoch" in _single_values(*overrides, ranks=ranks)) is warned
 
 
 @settings(max_examples=amount(30, 60))
@@ -307,8 +306,8 @@ def test_images_are_the_recipes_or_smaller_ones_that_the_model_takes(model: str,
 
 def test_files_that_are_there_are_looked_at(tmp_path: Path) -> None:
     write_images(tmp_path / "train.h5", (30, 28, 3), ["a", "b"])
-    assert recipe_images(configured(tmp_path)).shape == (30, 28, 3)
-    assert recipe_images(configured(tmp_path)).notes == (f"there is no {tmp_path}/test.h5 yet",)
+    assert recipe_images(configured(tmp_path))[0].shapes[0] == (30, 28, 3)
+    assert recipe_images(configured(tmp_path))[1] == (f"there is no {tmp_path}/test.h5 yet",)
     write_images(tmp_path / "test.h5", (30, 28, 3), ["a", "c"])
     with pytest.raises(DataError):
         shortened(configured(tmp_path), 1)

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.assembly.grid import columns
 from hpctrain.assembly.options import filled
+from hpctrain.assembly.recipe import columns
 from hpctrain.comm.groups import ProcessGrid
 from hpctrain.config.load import load
 from hpctrain.core.errors import CollectiveMismatchError, CommunicationTimeoutError, DivergedError

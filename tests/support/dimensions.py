@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.assembly.checks import host_choice_fault, mixing_fault, transport_fault, wire_fault
-from hpctrain.assembly.grid import check_batch
 from hpctrain.assembly.images import check_image_shapes
+from hpctrain.assembly.recipe import check_batch
 from hpctrain.averaging.averagers import make_strategy
 from hpctrain.averaging.base import PlannedGroup
 from hpctrain.backend.cuda.kernel_set import CudaKernelSet

@@ -59,8 +59,8 @@ def job_of(task: training.Task) -> Job:
         task.batch,
         optimizer.norms_needed,
         make_strategy,
-        state_arrays=state_arrays(optimizer, averages=task.ema is not None),
-        update_factor=update_factor(optimizer, state_arrays(optimizer, averages=False)),
+        state_arrays=state_arrays(optimizer) + (task.ema is not None),
+        update_factor=update_factor(optimizer, state_arrays(optimizer)),
         shards=task.exact_shards,
     )
 

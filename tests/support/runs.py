@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 import numpy as np
 from PIL import Image
 
-from hpctrain.assembly.grid import columns
 from hpctrain.assembly.options import filled
+from hpctrain.assembly.recipe import columns
 from hpctrain.comm.groups import ProcessGrid
 from hpctrain.config.load import load
 from hpctrain.data.convert import folder

@@ -23,12 +23,13 @@ from hpctrain.config.load import dump, flow
 from hpctrain.config.schema import AveragerConfig, Config, GridConfig, PlanConfig
 from hpctrain.core.errors import ConfigError, HpctrainError
 from hpctrain.core.text import counted
+from hpctrain.nn.network import ImageShape
 from hpctrain.planner.costs import machine_file
 from hpctrain.planner.costs.compute_costs import ComputeCosts, MeasuredCosts, RateCosts
 from hpctrain.planner.costs.machine import Machine
 from hpctrain.planner.costs.operator_times import OperatorTimes, Setting, cache_file, processor_model, setting_here
 from hpctrain.planner.job import Candidate
-from hpctrain.planner.planned_run import Image, PlannedRun, prepare
+from hpctrain.planner.planned_run import PlannedRun, prepare
 from hpctrain.planner.program.step_program import predict
 from hpctrain.planner.search.search import UNCERTAIN_SHARE, SearchResult, search, short_seconds
 from hpctrain.planner.search.search_space import configured_space, kept_sections
@@ -89,7 +90,7 @@ class SearchTask:
     machine: Machine
     factors: Mapping[str, float] = field(default_factory=dict)
     keep: Collection[str] = ()
-    image: Image | None = None
+    image: ImageShape | None = None
     classes: int | None = None
 
 
@@ -284,7 +285,7 @@ def with_best(task: SearchTask) -> Config:
     return with_candidate(task.config, run_search(task).result.best.candidate) if task.config.automatic else task.config
 
 
-def resolved(config: Config, ranks: int | None, machine: str | None, image: Image | None, classes: int | None) -> Config:
+def resolved(config: Config, ranks: int | None, machine: str | None, image: ImageShape | None, classes: int | None) -> Config:
     """Return the configuration that a job with this number of ranks would run on a machine, without starting the job.
 
     Args:
@@ -384,7 +385,7 @@ class SimulatedStudy:
     machine: Machine
     factors: Mapping[str, float]
     options: SimulationOptions
-    image: Image | None = None
+    image: ImageShape | None = None
     classes: int | None = None
 
     @property
@@ -426,7 +427,7 @@ def run(study: SimulatedStudy) -> list[SimulatedPoint]:
     return points
 
 
-def ranks_advice(task: PlannedRun, machine: Machine, image: Image | None = None, classes: int | None = None) -> str:
+def ranks_advice(task: PlannedRun, machine: Machine, image: ImageShape | None = None, classes: int | None = None) -> str:
     """Simulate steps of the same batch on half and on twice as many ranks; return a sentence with the step times and advice.
 
     The grids keep the configured number of rows. A number of ranks that cannot run the job or has too little memory is left out;

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 
-from hpctrain.assembly import grid
+from hpctrain.assembly.recipe import Recipe, check_batch, columns
 from hpctrain.averaging.averagers import AVERAGERS
 from hpctrain.backend.graph import Graph
 from hpctrain.backend.operators import KernelSet
@@ -82,10 +82,12 @@ def configured_space(config: Config, ranks: int, keep: Collection[str], kernels:
     """
     fixed_grid = open_grid(ranks, kernels) if config.exact.shards is None else (1, ranks)
     if "grid" in keep:
-        fixed_grid = config.grid.rows, grid.columns(config, ranks)
+        fixed_grid = config.grid.rows, columns(config, ranks)
         check_grid(*fixed_grid, ranks)
-        grid.check_batch(config.batch, *fixed_grid)
-    plan = grid.parallel_plan(config, grid.columns(config, ranks)) if {"grid", "plan"} & set(keep) else ParallelPlan()
+        check_batch(config.batch, *fixed_grid)
+    plan = ParallelPlan()
+    if {"grid", "plan"} & set(keep):
+        plan = Recipe(config, grid=(config.grid.rows, columns(config, ranks))).plan
     if "grid" not in keep:  # tiles are a key of the grid
         plan = replace(plan, tiles=None)
     return SearchSpace(

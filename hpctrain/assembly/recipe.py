@@ -1,0 +1,227 @@
+"""The recipe of a job: model, plan, optimiser, averaging strategy and schedule, from what is known of configuration and images.
+
+A recipe is used in three stages: with the configuration alone, where images have the model's default shape; with the facts of
+images; and with the grid and the backend of a run. Its attributes are computed when they are first read, and can raise errors of
+the configuration, so ranks must read them alike, inside `raise_on_all_ranks`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from hpctrain.averaging.averagers import make_strategy
+from hpctrain.averaging.base import PlannedGroup, Strategy
+from hpctrain.backend.choice import Backend
+from hpctrain.backend.graph import Graph
+from hpctrain.comm.groups import check_grid
+from hpctrain.config.schema import AveragerConfig, Config, GridConfig, PlanConfig
+from hpctrain.core.errors import ConfigError, HpctrainError
+from hpctrain.models import catalogue
+from hpctrain.nn.layers import Layer
+from hpctrain.nn.network import ImageShape, Lowering
+from hpctrain.optim.base import Optimizer
+from hpctrain.optim.optimizers import OPTIMIZERS
+from hpctrain.optim.schedules import SCHEDULES, LearningRateSchedule
+from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
+from hpctrain.parallel.partition_graph import partition_graph
+from hpctrain.training.passes import ranks_fault, split_fault
+
+
+@dataclass(frozen=True)
+class ImageFacts:
+    """What a model needs to know of its images, from the headers of files, a checkpoint or the command line.
+
+    Attributes:
+        shapes: shapes (H, W, C) of the network's input, the largest first.
+        classes: number of classes.
+        samples: number of samples of an epoch; 0 if it is unknown.
+        class_weights: weight of each class in the loss of training steps; empty: all are 1.
+        assumption: sentence with what is assumed instead of facts, if the data do not exist yet; otherwise empty.
+    """
+
+    shapes: tuple[ImageShape, ...]
+    classes: int
+    samples: int = 0
+    class_weights: tuple[float, ...] = ()
+    assumption: str = ""
+
+
+@dataclass(frozen=True, eq=False)
+class Recipe:
+    """Configuration, and as much as is known of images, grid and backend.
+
+    Attributes:
+        facts: facts about the images; None: the model's default images.
+        grid: numbers of rows and columns; None: not known yet.
+        backend: backend of this rank; None: graphs are lowered in float32.
+    """
+
+    config: Config
+    facts: ImageFacts | None = None
+    grid: tuple[int, int] | None = None
+    backend: Backend | None = None
+
+    @property
+    def model_options(self) -> dict[str, Any]:
+        """Options of the model, with those that follow from the data and the section batch_norm if there are facts."""
+        config, facts = self.config, self.facts
+        if facts is None:
+            return config.model.options
+        following = {
+            "classes": facts.classes,
+            "channels_in": facts.shapes[0][2],
+            "seed": config.seed,
+            "momentum": config.batch_norm.momentum,
+            "epsilon": config.batch_norm.epsilon,
+            "synchronised": config.batch_norm.statistics == "synchronised",
+        }
+        accepted = catalogue.options(config.model.name)
+        return {name: value for name, value in following.items() if name in accepted} | config.model.options
+
+    @cached_property
+    def model(self) -> Layer:
+        """The model, which a name or an option may fail to describe (ConfigError, OptionError)."""
+        return catalogue.build(self.config.model.name, self.model_options)
+
+    @property
+    def image_shape(self) -> ImageShape:
+        """Largest shape (H, W, C) of the network's input."""
+        if self.facts is not None:
+            return self.facts.shapes[0]
+        height, width, channels = catalogue.image_shape(self.config.model.name)
+        options = catalogue.check(self.config.model.name, self.config.model.options)
+        return height, width, int(options.get("channels_in", channels))
+
+    @cached_property
+    def lowering(self) -> Lowering:
+        """Graphs of the model, with frozen layers. A pattern of frozen layers may match nothing (ConfigError)."""
+        return Lowering(self.model, self.config.init.freeze, "float32" if self.backend is None else self.backend.dtype)
+
+    @property
+    def graph(self) -> Graph:
+        """The model, lowered for one image of the largest shape, which it may not support (ShapeError)."""
+        return self.lowering.graph(1, self.image_shape)
+
+    @cached_property
+    def plan(self) -> ParallelPlan:
+        """Parallelism of each layer on the grid. The product of the tiles may not be `grid.rows` (ConfigError)."""
+        assert self.grid is not None, "a recipe without a grid has no plan"
+        use = {pattern: Parallelism(use) for pattern, use in self.config.plan.patterns.items()}
+        rows, cols = self.grid
+        return ParallelPlan(rows, cols, Parallelism(self.config.plan.default), use, self.config.grid.tiles)
+
+    @property
+    def checked_plan(self) -> ParallelPlan:
+        """The plan, whose patterns must match layers of the model (ConfigError). On one row, no layer is split."""
+        self.plan.check([node.name for node in self.graph.nodes])
+        return self.plan if self.plan.rows > 1 else ParallelPlan(1, self.plan.cols)
+
+    @property
+    def splits_parameters(self) -> bool:
+        """Whether ranks of a split group hold parts of some parameters; False if the model or the plan has a fault."""
+        if self.config.grid.rows == 1:
+            return False
+        try:
+            # Two ranks split the same layers as any larger group, and their plan is made quickly.
+            partitioned = partition_graph(self.graph, replace(self.plan, rows=2, tiles=None), (1, 0))
+        except HpctrainError:
+            return False
+        shardings = ((step.node, step.sharding) for step in partitioned.steps)
+        return any(node and node.trains and sharding and sharding.channel_intervals for node, sharding in shardings)
+
+    @cached_property
+    def prototype(self) -> Optimizer:
+        """An optimiser that is never bound to parameters, to read its properties."""
+        return self.make_optimizer()
+
+    def make_optimizer(self) -> Optimizer:
+        """Return a new optimiser for one group of parameters."""
+        return OPTIMIZERS.create(self.config.optimizer.name, self.config.optimizer.options)
+
+    def make_strategy(self, group: PlannedGroup) -> Strategy:
+        """Return the averaging strategy of a group of parameters.
+
+        Raises:
+            ConfigError: the strategy cannot use its options or the group.
+        """
+        return make_strategy(self.config.averager.name, self.config.averager.options, group)
+
+    def schedule(self, samples: int = 0, options: Mapping[str, Any] | None = None) -> LearningRateSchedule:
+        """Return the learning-rate schedule.
+
+        Args:
+            samples: number of samples of an epoch.
+            options: options of the schedule; None: the configured ones.
+
+        Raises:
+            ConfigError: the schedule has a fault.
+        """
+        schedule, epochs = self.config.schedule, max(1, self.config.epochs)
+        return SCHEDULES.create(
+            schedule.name,
+            schedule.options if options is None else options,
+            base_lr=self.config.optimizer.lr,
+            epochs=epochs,
+            steps_per_epoch=max(1, -(-samples // self.config.batch)),
+            warmup_epochs=min(schedule.warmup_epochs, epochs),  # `assembly.checks` reports a warm-up longer than the run
+        )
+
+    def on(self, ranks: int | None) -> Recipe:
+        """Return the recipe on `ranks` ranks; None: on the configured grid.
+
+        Raises:
+            ConfigError: a section is auto, grid.cols is unknown, or the ranks cannot share the batch or the shards.
+            ShapeError: the grid does not multiply to the number of ranks; the message contains the nearest grid that does.
+        """
+        config = self.config
+        if config.automatic:
+            raise ConfigError(
+                f"{' and '.join(config.automatic)} {'is' if len(config.automatic) == 1 else 'are'} auto, so there is no plan "
+                f"yet; give values, or choose them with `hpctrain plan search` or `hpctrain plan show --machine`."
+            )
+        rows, cols = config.grid.rows, config.grid.cols
+        if ranks is not None:
+            cols = columns(config, ranks)
+            check_grid(rows, cols, ranks)
+        if cols is None:
+            raise ConfigError("grid.cols is null, so the number of ranks is unknown; give --ranks, or set grid.cols.")
+        check_batch(config.batch, rows, cols)
+        shards = config.exact.shards
+        fault = None if shards is None else split_fault(rows) or ranks_fault(shards, rows * cols)
+        if fault is not None:
+            raise ConfigError(fault)
+        return replace(self, grid=(rows, cols))
+
+
+def columns(config: Config, ranks: int) -> int:
+    """Return the number of columns Pc of the grid in a world of `ranks` ranks."""
+    return config.grid.cols if config.grid.cols is not None else max(1, ranks // config.grid.rows)
+
+
+def check_batch(batch: int, rows: int, cols: int) -> None:
+    """Raise if a batch is so small that a rank would never have a sample. Ranks of a split group share all their samples.
+
+    Raises:
+        ConfigError: the batch is too small; the message names the minimum.
+    """
+    if rows == 1 and batch < cols:
+        raise ConfigError(f"batch is {batch}, but {cols} ranks (grid.cols) share it; the smallest batch is {cols}.")
+
+
+def with_defaults(config: Config) -> Config:
+    """Return the configuration with defaults in the sections that are `auto`: a run on a grid of one row."""
+    defaults = {"grid": GridConfig(), "plan": PlanConfig(), "averager": AveragerConfig()}
+    return config.model_copy(update={section: defaults[section] for section in config.automatic})
+
+
+def describe(plan: ParallelPlan) -> str:
+    """Return a short description of a grid and its plan."""
+    grid = f"{plan.rows} x {plan.cols}"
+    if plan.rows == 1:
+        return grid
+    tiles = "" if plan.tiles is None else f", images in {plan.tiles[0]} x {plan.tiles[1]} tiles"
+    uses = "".join(f", {pattern} {use}" for pattern, use in plan.use.items())
+    return f"{grid}: {plan.default}{uses}{tiles}"
