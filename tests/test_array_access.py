@@ -1,7 +1,7 @@
 """Arrays that kernels compute on are touched by kernel sets and transports alone: all others ask the arithmetic service.
 
 They may lie on a GPU. What such code does with them by NumPy works on a CPU, so it is looked for in the sources; a training
-whose arrays NumPy does not find is in tests/training/test_replicas.py.
+whose arrays NumPy does not find is in tests/training/test_devices.py.
 """
 
 from __future__ import annotations

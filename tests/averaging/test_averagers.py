@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import count, islice
@@ -27,7 +27,7 @@ from hpctrain.averaging.strategies.overlap import Overlap
 from hpctrain.averaging.strategies.priority import Priority
 from hpctrain.averaging.strategies.sharded import Sharded
 from hpctrain.averaging.strategies.sparse import Sparse
-from hpctrain.backend.arithmetic import Array, Descent
+from hpctrain.backend.arithmetic import Array, Descent, UpdateRun
 from hpctrain.backend.host_arithmetic import HostArithmetic
 from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
 from hpctrain.backend.operators import Operator, StepContext
@@ -46,7 +46,6 @@ from hpctrain_testing.virtual.counters import Counters, CountingCommunicator
 from hpctrain_testing.virtual.run import run_virtual, virtual_engine
 from tests.support import nets
 from tests.support.averaging import OPTIMIZERS, STRATEGIES, averaged, make_group, one_step, planned
-from tests.support.late_kernels import LateDescent, Queue
 from tests.support.training import Task, batches, replica_of
 from tests.training.test_checksums import STRATEGIES as STATE_STRATEGIES
 from tests.training.test_checksums import made, task_on
@@ -421,21 +420,23 @@ def test_an_operation_and_all_after_it_start_once_the_event_has_happened() -> No
     assert first.done
 
 
-class AtOnce(Queue):
-    """Nothing is late."""
-
-    def put(self, work, *arguments) -> None:
-        super().put(work, *arguments)
-        self.wait()
-
-
 class ShadowArithmetic(HostArithmetic):
     """Descents write shadows too."""
 
     def descent(
         self, data: Array, gradient: Array, momentum: Array, *, factor: float, nesterov: bool, shadow: Array | None = None
     ) -> Descent:
-        return LateDescent(AtOnce(), super().descent(data, gradient, momentum, factor=factor, nesterov=nesterov), data, shadow)
+        descent = super().descent(data, gradient, momentum, factor=factor, nesterov=nesterov)
+        update = descent.update
+
+        def with_shadow(runs: Iterable[UpdateRun], *rest: Any) -> None:
+            runs = list(runs)
+            update(runs, *rest)
+            for run in runs:
+                np.copyto(shadow[run.start : run.stop], data[run.start : run.stop], "same_kind")
+
+        descent.update = with_shadow  # type: ignore[method-assign]
+        return descent
 
 
 class Watching(NumpyKernelSet):

@@ -38,7 +38,7 @@ from hpctrain.training.snapshot import Position
 from hpctrain_testing.virtual.communicator import ThreadCommunicator
 from hpctrain_testing.virtual.run import run_virtual, virtual_engine
 from tests.data.conftest import make_file as make_file
-from tests.support.late_kernels import LateKernelSet
+from tests.support.emulated import CudaKernelsFactory
 from tests.support.recorded import SECOND, Heard, record
 
 MEASURED = MeasuredStep(0.5, 0.125, 20, 0.0625, 0.03125, 0.03125, 0.25, 0.0625)
@@ -339,10 +339,10 @@ def test_a_progress_thread_is_refused_if_mpi_does_not_allow_it() -> None:
         set_progress(_rank(may_communicate=False), SimpleNamespace(), "thread")
 
 
-def test_with_a_device_one_thread_does_everything() -> None:
+def test_with_a_device_one_thread_does_everything(cuda_kernels: CudaKernelsFactory) -> None:
     rank = _rank()
     rank.world = SimpleNamespace(size=2)
-    network: Any = SimpleNamespace(kernels=LateKernelSet())
+    network: Any = SimpleNamespace(kernels=cuda_kernels())
     for mode in ("test", "none"):
         assert set_progress(rank, network, mode) == mode
     with pytest.raises(ConfigError, match=r"^progress is thread, but backend cuda enqueues"):

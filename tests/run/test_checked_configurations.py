@@ -34,7 +34,7 @@ from hpctrain.optim.optimizers import OPTIMIZERS
 from hpctrain.planner import planned_run
 from hpctrain.run import python_job
 from tests.support import nets, run_in_process
-from tests.support.late_kernels import LateKernelSet
+from tests.support.emulated import CudaKernelsFactory
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 TEXT = """\
@@ -374,22 +374,22 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("override", FAULTS)
-def test_an_option_that_a_device_does_not_take_is_refused(override: str) -> None:
+def test_an_option_that_a_device_does_not_take_is_refused(cuda_kernels: CudaKernelsFactory, override: str) -> None:
     for backend in ("cuda", "auto"):
         config, _ = parse(CUDA_CONFIG, overrides=(override, f"backend={backend}"))
         assert len(list(device_faults(config))) == (backend == "cuda")
         check_device(config, NumpyKernelSet())
         with pytest.raises(ConfigError, match=FAULTS[override]):
-            check_device(config, LateKernelSet())
+            check_device(config, cuda_kernels())
 
 
 @pytest.mark.parametrize(
     "override", ["progress=none", "averager={name: sharded, wire: bfloat16}", "averager=lazy", "grid.rows=2"]
 )
-def test_options_that_a_device_takes_are_no_faults(override: str) -> None:
+def test_options_that_a_device_takes_are_no_faults(cuda_kernels: CudaKernelsFactory, override: str) -> None:
     config, _ = parse(CUDA_CONFIG, overrides=(override, "backend=cuda"))
     assert list(device_faults(config)) == []
-    check_device(config, LateKernelSet())
+    check_device(config, cuda_kernels())
 
 
 @pytest.mark.parametrize(
