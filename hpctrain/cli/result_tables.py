@@ -22,7 +22,7 @@ from hpctrain.core.console import PlainConsole, output_console, plain_table
 from hpctrain.core.text import counted, echo, echo_block, echo_wrapped, escaped, loss_text, pipe_columns, spans, wrapped
 from hpctrain.run.evaluation import Evaluation, PredictedPicture, Predictions
 from hpctrain.runs.comparison import ComparedSetting, Comparison
-from hpctrain.runs.results import SETTINGS, UNKNOWN, prediction_sentences, summary_texts
+from hpctrain.runs.results import SETTINGS, UNKNOWN, summary_texts
 from hpctrain.storage.atomic_write import write_text
 from hpctrain.training.evaluation import ClassScore, ConfusionMatrix
 
@@ -351,8 +351,6 @@ def comparison_lines(comparison: Comparison, width: int = _COLUMNS) -> Iterator[
         yield f"{number}: {name}"
     yield ""
     yield _results(summary_texts(comparison.summaries), numbers, width)
-    for run, text in prediction_sentences(comparison.summaries):
-        yield wrapped(f"{numbers[run]}: {text}", width)
     for title, settings in (("configuration", comparison.configuration), ("versions", comparison.versions)):
         yield ""
         yield f"Differences in {title}:" if settings else f"No differences in {title}."

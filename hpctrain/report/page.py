@@ -29,7 +29,6 @@ from hpctrain.runs.results import (
     Curve,
     RunRecord,
     panels,
-    prediction_sentences,
     samples_per_epoch,
     summary,
     summary_texts,
@@ -298,9 +297,7 @@ def _summary(records: Sequence[RunRecord]) -> PagePart:
     figures = [summary(record) for record in records]
     lines = tuple(Line((heading, *values)) for heading, values in summary_texts(figures))
     table = Table("", ("", *(record.name for record in records)), lines, of_runs=True)
-    notes = prediction_sentences(figures)
-    sentences = tuple(f"{f'{records[run].name}: ' if len(records) > 1 else ''}{text}." for run, text in notes)
-    return PagePart("summary", "Summary", tables=(table,), sentences=sentences)
+    return PagePart("summary", "Summary", tables=(table,))
 
 
 def _curves(records: Sequence[RunRecord], names: Sequence[str]) -> PagePart:

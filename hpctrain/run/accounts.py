@@ -1,14 +1,11 @@
-"""Accounts of a run, as lines at its end and as records: steps, waits for data, samples read, memory, and hashes of its state.
-
-The account of steps divides the measured step into parts that add up to it, and compares it with the prediction by which the run
-chose its plan. Rank 0 appends hashes of the state to a file of the run directory every few steps.
-"""
+"""Accounts of a run, as lines at its end and as records: steps, waits for data, samples read, memory, and hashes of its state."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +16,7 @@ from hpctrain.backend.choice import Backend
 from hpctrain.comm.base import Communicator
 from hpctrain.core.text import size_text
 from hpctrain.data.cache import summed
+from hpctrain.data.loader import Batch
 from hpctrain.job.automatic_choice import PredictedStep
 from hpctrain.job.session import Session
 from hpctrain.launch.control_groups import peak_resident_bytes
@@ -26,13 +24,11 @@ from hpctrain.run.build import TrainingSetup
 from hpctrain.run.images import UnreadableReport
 from hpctrain.runs.directory import RunDirectory
 from hpctrain.runs.records import PatientRecords
-from hpctrain.runs.results import prediction_head
 from hpctrain.trace.tracer import Category
-from hpctrain.training.accounts import DataWaits, MeasuredStep, Observer, OperatorSample, StepTimes, processor_seconds
+from hpctrain.training.accounts import Observer, StepParts, StepTimes
 from hpctrain.training.metrics import Reporter
 from hpctrain.training.replica import Replica
 from hpctrain.training.snapshot import Position
-from hpctrain.training.trainer import Outcome
 
 if TYPE_CHECKING:
     from hpctrain.training.state_hashes import StateHashes
@@ -42,78 +38,24 @@ if TYPE_CHECKING:
 FEWEST_STEPS = 14
 
 
-#: maximum relative error of a prediction that is printed without an explanation
-ACCEPTED_ERROR = 0.15
+def step_times(session: Session, setup: TrainingSetup) -> StepTimes:
+    """Return the observer that measures the steps of a run."""
+    on_host, threads = setup.backend.kernels.arithmetic.on_host, session.threads.threads
+    return StepTimes(session.progress, processor=time.thread_time if on_host and threads == 1 else None)
 
 
-#: minimum total duration of the measured steps for an explanation; shorter runs depend too much on what else the machine does
-JUDGED_SECONDS = 10.0
-
-
-@dataclass(frozen=True)
-class StepParts:
-    """Parts of a step's duration. All parts add up to it.
-
-    Attributes:
-        steps: number of steps that were measured.
-        compute_seconds: operators, loss, checks and updates; None: not known separately, and contained in `python_seconds`.
-        python_seconds: the program's work between operators, outside of messages.
-        messages_seconds: posting and progress of messages, outside of waits.
-        core_seconds: time in which the program could run, but other threads or processes had its core.
-        others_seconds: processor time of the rank's other threads, such as the loader's; not part of the sum.
-    """
-
-    seconds: float
-    steps: int
-    compute_seconds: float | None
-    python_seconds: float
-    messages_seconds: float
-    exposed_seconds: float
-    data_seconds: float
-    core_seconds: float
-    others_seconds: float = 0.0
-
-    @classmethod
-    def of(cls, measured: MeasuredStep, operators_share: float | None) -> StepParts:
-        """Return the parts of a rank's step.
-
-        Args:
-            operators_share: share of operators in the processor time outside of messages and updates; None: not known.
-        """
-        work = max(0.0, measured.busy_seconds - measured.messages_seconds - measured.update_seconds)
-        operators = work * (operators_share or 0.0)
-        running = measured.seconds - measured.exposed_seconds - measured.data_seconds
-        known = operators + measured.update_seconds + measured.messages_seconds
-        python = min(work - operators, running - known)
-        none = operators_share is None
-        return cls(
-            measured.seconds,
-            measured.steps,
-            None if none else operators + measured.update_seconds,
-            python + (measured.update_seconds if none else 0.0),
-            measured.messages_seconds,
-            measured.exposed_seconds,
-            measured.data_seconds,
-            running - known - python,
-            measured.others_seconds,
-        )
-
-    @property
-    def work_seconds(self) -> float:
-        """Processor time of the program: computation, Python and messages."""
-        return (self.compute_seconds or 0.0) + self.python_seconds + self.messages_seconds
-
-
-def operators_share(step: MeasuredStep | None, operator_seconds: float | None) -> float | None:
-    """Return the share of operators in the processor time of a step outside of messages and updates; None without samples.
+def finish_steps(session: Session, times: StepTimes, reporter: Reporter, step: int) -> None:
+    """Report and record the account of steps, unless the run had too few. Collective over the world.
 
     Args:
-        operator_seconds: sampled time of operators, loss and checks.
+        step: global step at the end of the run.
     """
-    if step is None or operator_seconds is None:
-        return None
-    work = step.busy_seconds - step.messages_seconds - step.update_seconds
-    return min(1.0, operator_seconds / work) if work > 0 else 1.0
+    parts = steps_over_ranks(session.world, times.measured())
+    if parts is not None:
+        choice = session.resolved.choice
+        predicted = None if choice is None else choice.prediction
+        reporter.record("steps", step_facts(parts, step, predicted))
+        reporter.say(step_line(parts, predicted))
 
 
 def steps_over_ranks(world: Communicator, mine: StepParts | None) -> StepParts | None:
@@ -121,41 +63,25 @@ def steps_over_ranks(world: Communicator, mine: StepParts | None) -> StepParts |
     of_ranks = [one for one in world.allgather_object(mine) if one is not None]
     if len(of_ranks) < world.size or min(one.steps for one in of_ranks) < FEWEST_STEPS:
         return None
-    if any(one.compute_seconds is None for one in of_ranks):
-        of_ranks = [
-            replace(one, compute_seconds=None, python_seconds=one.python_seconds + (one.compute_seconds or 0.0))
-            for one in of_ranks
-        ]
     columns = {field.name: [getattr(one, field.name) for one in of_ranks] for field in fields(StepParts)}
-    means: dict[str, Any] = {name: None if None in column else fmean(column) for name, column in columns.items()}
+    means: dict[str, Any] = {name: fmean(column) for name, column in columns.items()}
     return StepParts(**means | {"steps": min(columns["steps"])})
 
 
-def accuracy(predicted_seconds: float, measured_seconds: float) -> float:
-    """Return 1 - |predicted - measured| / measured; 1 is exact, 0 or less is useless."""
-    return 1 - abs(predicted_seconds - measured_seconds) / measured_seconds
-
-
-def step_lines(measured: StepParts, predicted: PredictedStep | None = None, reason: str = "") -> list[str]:
-    """Return the lines of the account. Parts that round to 0 are omitted."""
+def step_line(measured: StepParts, predicted: PredictedStep | None = None) -> str:
+    """Return the line of the account. Parts that round to 0 are omitted."""
     digits = decimals(measured.seconds)
-    compute = measured.compute_seconds
     parts = {
-        "compute and Python" if compute is None else "compute": measured.python_seconds if compute is None else compute,
-        "Python": 0.0 if compute is None else measured.python_seconds,
+        "compute and Python": measured.work_seconds,
         "posting and progress": measured.messages_seconds,
         "communication not hidden": measured.exposed_seconds,
         "waiting for data": measured.data_seconds,
         "waiting for a core": measured.core_seconds,
     }
     texts = {name: f"{seconds * 1e3:,.{digits}f}" for name, seconds in parts.items()}
-    pieces = [f"{name} {text}" for name, text in texts.items() if float(text.replace(",", "")) != 0]
-    pieces[0] = f"step time {measured.seconds * 1e3:,.{digits}f} ms: {pieces[0]}"
-    if predicted is None:
-        return [", ".join(pieces)]
-    pieces[-1] += f"; predicted {predicted.seconds * 1e3:,.{decimals(predicted.seconds)}f}"
-    sentences = [f"  {prediction_head(measured.seconds, predicted.seconds)}: {reason}"] if reason else []
-    return [", ".join(pieces), *sentences]
+    pieces = ", ".join(f"{name} {text}" for name, text in texts.items() if float(text.replace(",", "")) != 0)
+    end = "" if predicted is None else f"; predicted {predicted.seconds * 1e3:,.{decimals(predicted.seconds)}f}"
+    return f"step time {measured.seconds * 1e3:,.{digits}f} ms: {pieces}{end}"
 
 
 def decimals(seconds: float) -> int:
@@ -163,43 +89,7 @@ def decimals(seconds: float) -> int:
     return max(0, min(3, 2 - math.floor(math.log10(max(seconds * 1e3, 1e-3) * (1 + 5e-4)))))
 
 
-def error_reason(measured: StepParts, predicted: PredictedStep) -> str:
-    """Return the reason for a prediction that is off by more than `ACCEPTED_ERROR`, and advice; "" for other predictions.
-
-    The reason is the part that differs most, in the direction of the error, from what the prediction assumed. The text states
-    whether this difference is less than half of the error. Lost cores come first, because the other ranks wait for messages while
-    one rank waits for its core.
-    """
-    if accuracy(predicted.seconds, measured.seconds) >= 1 - ACCEPTED_ERROR:
-        return ""
-    calibrate = "measure this machine with `hpctrain calibrate` and set machine to its file"
-    lost_cores = "other threads and processes used the cores for {} per step; the rank's other threads used {}"
-    waits = "waits for messages took {} per step, and {} in the simulation"
-    data = "waits for data took {} per step, and {} in the prediction"
-    work = "computation, Python and messages took {} per step, and {} in the prediction"
-    causes = {  # measured and assumed seconds, and advice
-        waits: (measured.exposed_seconds, predicted.exposed_seconds, calibrate),
-        lost_cores: (measured.core_seconds, measured.others_seconds, "compare again on idle cores"),
-        data: (measured.data_seconds, 0.0, "`hpctrain bench data` shows what limits the data"),
-        work: (measured.work_seconds, predicted.seconds - predicted.exposed_seconds, calibrate),
-    }
-    sign = 1 if measured.seconds > predicted.seconds else -1
-    excess = {text: sign * (now - assumed) for text, (now, assumed, _) in causes.items()}
-    cause = max(causes, key=excess.__getitem__)
-    lost_seconds = measured.core_seconds - measured.others_seconds
-    if excess[cause] <= 0 or (sign > 0 and lost_seconds > ACCEPTED_ERROR * measured.seconds):
-        cause = lost_cores  # also if no part differs in this direction, because predictions have no waits for cores
-    now, assumed, advice = causes[cause]
-    explains_half = excess[cause] >= abs(measured.seconds - predicted.seconds) / 2
-    beginning = "" if explains_half else "no single part explains it; "
-    return f"{beginning}{cause.format(_milliseconds(now), _milliseconds(assumed))}; {advice}"
-
-
-def _milliseconds(seconds: float) -> str:
-    return f"{seconds * 1e3:,.{decimals(seconds)}f} ms"
-
-
-def step_facts(measured: StepParts, step: int, predicted: PredictedStep | None = None, reason: str = "") -> dict[str, object]:
+def step_facts(measured: StepParts, step: int, predicted: PredictedStep | None = None) -> dict[str, object]:
     """Return the record for the metrics.
 
     Args:
@@ -209,21 +99,17 @@ def step_facts(measured: StepParts, step: int, predicted: PredictedStep | None =
         "step": step,
         "steps": measured.steps,
         "measured_step_seconds": measured.seconds,
-        "measured_exposed_seconds": measured.exposed_seconds,
+        "measured_work_seconds": measured.work_seconds,
         "measured_messages_seconds": measured.messages_seconds,
-        "measured_python_seconds": measured.python_seconds,
+        "measured_exposed_seconds": measured.exposed_seconds,
         "measured_data_seconds": measured.data_seconds,
         "measured_core_seconds": measured.core_seconds,
     }
-    if measured.compute_seconds is not None:
-        account["measured_compute_seconds"] = measured.compute_seconds
-    if reason:
-        account["prediction_note"] = reason
     if predicted is not None:
         account |= {
             "predicted_step_seconds": predicted.seconds,
             "predicted_exposed_seconds": predicted.exposed_seconds,
-            "accuracy": accuracy(predicted.seconds, measured.seconds),
+            "accuracy": 1 - abs(predicted.seconds - measured.seconds) / measured.seconds,
             "measured_share": predicted.measured_share,
             "machine": predicted.machine,
             "machine_digest": predicted.machine_digest,
@@ -306,71 +192,29 @@ def memory_facts(peak: PeakMemory, step: int) -> dict[str, object]:
 _NOTABLE_SHARE = 0.05
 
 
-@dataclass(frozen=True)
-class WaitsOfRanks:
-    """Waits for data, summed over steps.
+class DataAccount(Observer):
+    """Reports how long steps waited for data. `after_epoch` and `finish` are collective over the ranks that train.
 
-    Attributes:
-        seconds: duration of the steps, mean over ranks.
-        waited_seconds: waits for data in the steps, mean over ranks.
-        most_waited_seconds: waits of the rank that waited longest.
+    Args:
+        clock: function that returns seconds, called three times per step.
     """
 
-    steps: int = 0
-    seconds: float = 0.0
-    waited_seconds: float = 0.0
-    most_waited_seconds: float = 0.0
-    rank: int = 0
-
-    @classmethod
-    def of(cls, table: np.ndarray) -> WaitsOfRanks:
-        """Return the waits from a table with a row per rank.
-
-        Columns: world rank, number of steps, duration of the steps, and waits for data, both in seconds.
-        """
-        ranks, steps, seconds, waited = table.T
-        slowest = int(waited.argmax())
-        return cls(int(steps.min()), float(seconds.mean()), float(waited.mean()), float(waited[slowest]), int(ranks[slowest]))
-
-    @property
-    def share(self) -> float:
-        """Fraction of the steps' duration that was spent waiting for data, mean over ranks; 0 without steps."""
-        return self.waited_seconds / self.seconds if self.seconds else 0.0
-
-    @property
-    def most_share(self) -> float:
-        """Waits of the rank that waited longest, as a fraction of the steps' mean duration; 0 without steps."""
-        return self.most_waited_seconds / self.seconds if self.seconds else 0.0
-
-    def facts(self) -> dict[str, object]:
-        """Return the record for the metrics."""
-        return {
-            "steps": self.steps,
-            "seconds": self.seconds,
-            "waited_seconds": self.waited_seconds,
-            "share": self.share,
-            "most_waited_seconds": self.most_waited_seconds,
-            "most_share": self.most_share,
-            "rank": self.rank,
-        }
-
-    def line(self, ranks: int) -> str:
-        """Return the line for the end of a run: the fraction of the steps' duration that was spent waiting for data."""
-        words = [f"steps waited for data {self.share:.1%} of the time"]
-        if ranks > 1:
-            words[0] += f" (mean of the ranks; rank {self.rank} {self.most_share:.1%})"
-        if self.most_share > _NOTABLE_SHARE:
-            words.append("`hpctrain bench data` shows what limits the data")
-        return "; ".join(words)
-
-
-class DataAccount(DataWaits):
-    """Reports how long steps waited for data. `after_epoch` and `finish` are collective over the ranks that train."""
-
-    def __init__(self, session: Session, reporter: Reporter) -> None:
-        super().__init__()
-        self._session, self._reporter = session, reporter
+    def __init__(self, session: Session, reporter: Reporter, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._session, self._reporter, self._clock = session, reporter, clock
+        self._begin = self._came = self._seconds = self._waited_seconds = 0.0
+        self._steps = 0
         self._every_step = np.zeros((session.groups.all_ranks.size, 4))
+
+    def before_batch(self) -> None:
+        self._begin = self._clock()
+
+    def before_step(self, batch: Batch, *, whole: bool) -> None:
+        self._came = self._clock()
+
+    def after_step(self, position: Position, *, usual: bool) -> None:
+        self._steps += 1
+        self._seconds += self._clock() - self._begin
+        self._waited_seconds += self._came - self._begin
 
     def after_epoch(self, position: Position) -> None:
         """Record the waits in this run's steps of the epoch that ends at `position`."""
@@ -379,27 +223,50 @@ class DataAccount(DataWaits):
     def finish(self, position: Position) -> None:
         """Record the waits in an unfinished epoch, and report the waits in all steps of this run."""
         self._record(position.epoch + 1, position)
-        whole = WaitsOfRanks.of(self._every_step)
-        if whole.steps:
-            self._reporter.say(whole.line(len(self._every_step)))
+        if self._every_step[:, 1].all():
+            self._reporter.say(_waits_line(_waits(self._every_step), len(self._every_step)))
 
     def _record(self, epoch: int, position: Position) -> None:
         table = self._gathered()
-        of_epoch = WaitsOfRanks.of(table)
         self._every_step[:, 0] = table[:, 0]
         self._every_step[:, 1:] += table[:, 1:]
-        if of_epoch.steps:
-            self._reporter.record("data", {"epoch": epoch, "step": position.global_step, **of_epoch.facts()})
+        if table[:, 1].all():
+            self._reporter.record("data", {"epoch": epoch, "step": position.global_step, **_waits(table)})
 
     def _gathered(self) -> np.ndarray:
-        """Return the sums since the previous call, a row per rank with the columns of `WaitsOfRanks.of`. Collective."""
+        """Return the sums since the previous call, and reset them. Collective.
+
+        The table has a row per rank: world rank, number of steps, duration of the steps, and waits for data, both in seconds.
+        """
         comm, progress = self._session.groups.all_ranks, self._session.progress
-        mine = self.take()
-        own = np.array([self._session.world.rank, mine.steps, mine.seconds, mine.waited_seconds])
+        own = np.array([self._session.world.rank, self._steps, self._seconds, self._waited_seconds])
+        self._steps, self._seconds, self._waited_seconds = 0, 0.0, 0.0
         table = np.zeros((comm.size, len(own)))
         queue = progress.queue(comm)
         progress.wait(queue.post(lambda: comm.iallgather(own, table.reshape(-1), [len(own)] * comm.size), "waits for data"))
         return table
+
+
+def _waits(table: np.ndarray) -> dict[str, Any]:
+    """Return the record of the waits in a table of `DataAccount`; the shares are fractions of the steps' mean duration."""
+    ranks, steps, seconds, waited = table.T
+    slowest, mean = int(waited.argmax()), float(seconds.mean())
+    return {
+        "steps": int(steps.min()),
+        "seconds": mean,
+        "waited_seconds": float(waited.mean()),
+        "share": float(waited.mean()) / mean,
+        "most_waited_seconds": float(waited[slowest]),
+        "most_share": float(waited[slowest]) / mean,
+        "rank": int(ranks[slowest]),
+    }
+
+
+def _waits_line(waits: Mapping[str, Any], ranks: int) -> str:
+    """Return the line for the end of a run."""
+    of_rank = f" (mean of the ranks; rank {waits['rank']} {waits['most_share']:.1%})" if ranks > 1 else ""
+    advice = "; `hpctrain bench data` shows what limits the data" if waits["most_share"] > _NOTABLE_SHARE else ""
+    return f"steps waited for data {waits['share']:.1%} of the time{of_rank}{advice}"
 
 
 _WORDS: Mapping[str, str] = {
@@ -499,42 +366,3 @@ class RunHashes(Observer):
         """
         if self._hashes is not None:
             self._records.close()
-
-
-class RunAccount:
-    """Account of steps. Its creation, before the first step, and `finish`, after the last one, are collective over the world.
-
-    Args:
-        most_steps: upper bound of the number of steps; a run with too few steps has no account.
-
-    Attributes:
-        observers: observers of the training. They measure its steps, and the operators of a few steps if these run on the
-            processor and there is no trace.
-    """
-
-    def __init__(self, session: Session, setup: TrainingSetup, most_steps: float = math.inf) -> None:
-        self._session = session
-        self._wanted = most_steps >= FEWEST_STEPS
-        on_host, threads = setup.backend.kernels.arithmetic.on_host, session.threads.threads
-        processor = processor_seconds if on_host and threads == 1 else None
-        self._step_times = StepTimes(session.progress, processor=processor)
-        self._sample: OperatorSample | None = None
-        if self._wanted and session.progress.trace is None and on_host:
-            self._sample = OperatorSample(setup.replica, threads)
-        self.observers: Sequence[Observer] = [self._step_times, *([] if self._sample is None else [self._sample])]
-
-    def finish(self, outcome: Outcome, reporter: Reporter) -> None:
-        """Report and record the account, unless the run had too few steps. Collective over the world."""
-        if not self._wanted:
-            return
-        measured, sample = self._step_times.measured(), self._sample
-        share = operators_share(self._step_times.after_sample(), None if sample is None else sample.operator_seconds())
-        parts = steps_over_ranks(self._session.world, None if measured is None else StepParts.of(measured, share))
-        if parts is None:
-            return
-        choice = self._session.resolved.choice
-        predicted = None if choice is None else choice.prediction
-        reason = "" if predicted is None else error_reason(parts, predicted)
-        reporter.record("steps", step_facts(parts, outcome.position.global_step, predicted, reason))
-        for line in step_lines(parts, predicted, reason if parts.steps * parts.seconds >= JUDGED_SECONDS else ""):
-            reporter.say(line)

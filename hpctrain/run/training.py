@@ -41,7 +41,7 @@ from hpctrain.launch.process_end import STOPPED
 from hpctrain.launch.scheduler import SLURM_END, age_seconds, slurm_seconds_left
 from hpctrain.launch.signals import SignalWatch
 from hpctrain.run import accounts, reproducibility
-from hpctrain.run.accounts import DataAccount, ReadReport, RunAccount, RunHashes
+from hpctrain.run.accounts import DataAccount, ReadReport, RunHashes
 from hpctrain.run.build import TrainingSetup, build, build_trainer, describe_frozen, keep_choice, start_from_weights
 from hpctrain.run.checkpoints import RunCheckpoints, nothing_to_choose, rollback
 from hpctrain.run.messages import set_progress
@@ -50,6 +50,7 @@ from hpctrain.run.resume import Start, find_start, introduce
 from hpctrain.runs.directory import RunDirectory, software_versions
 from hpctrain.storage import checkpoint
 from hpctrain.storage.checkpoint import checkpoints
+from hpctrain.training.accounts import StepTimes
 from hpctrain.training.metrics import Reporter, RunningSums
 from hpctrain.training.reporters import make_reporter
 from hpctrain.training.reporting import ConsoleReporter, LogReporter, ProgressStyle
@@ -287,7 +288,7 @@ def _run_phases(session: Session, watch: SignalWatch, ownership: RunOwnership, a
         watch.keeps(partial(kept_clause, directory))
         flight_records.keep(session, directory, reporter)
         enter(session, RunPhase.MEASURE)
-        run_accounts = _begin_accounts(session, setup, directory, reporter, _most_steps(session, setup, begun, asked.steps))
+        run_accounts = _begin_accounts(session, setup, directory, reporter)
         enter(session, RunPhase.TAKE_UP)
         checkpoints = RunCheckpoints(session, setup, directory, reporter)
         checkpoints.take_up(start)
@@ -301,7 +302,7 @@ def _run_phases(session: Session, watch: SignalWatch, ownership: RunOwnership, a
             stop_requested=watch.asked,
             limit=limit.limit,
             saver=checkpoints.saver,
-            observers=(checkpoints, *run_accounts.records, *run_accounts.steps.observers),
+            observers=(checkpoints, *run_accounts.records, run_accounts.steps),
             end_after=asked.end_after,
         )
         outcome = _train(session, setup, trainer, checkpoints, position)
@@ -314,16 +315,6 @@ def _run_phases(session: Session, watch: SignalWatch, ownership: RunOwnership, a
     return _end(session, asked, RunEnd(directory, outcome, reason), checkpoints)
 
 
-def _most_steps(session: Session, setup: TrainingSetup, done: int, steps: int) -> int:
-    """Return the maximum number of steps that the run can still take after `done` steps.
-
-    Args:
-        steps: limit of the number of steps; 0: no limit.
-    """
-    left = session.config.epochs * len(setup.loader) - done
-    return min(left, steps) if steps else left
-
-
 @dataclass(frozen=True)
 class _Accounts:
     """Accounts and trace of a run, recorded during training and reported at its end."""
@@ -332,7 +323,7 @@ class _Accounts:
     setup: TrainingSetup
     directory: RunDirectory
     reporter: Reporter
-    steps: RunAccount
+    steps: StepTimes
     trace: TraceReport | None
     records: tuple[DataAccount, ReadReport, RunHashes]
 
@@ -345,20 +336,18 @@ class _Accounts:
         if self.trace is not None:
             for line in self.trace.finish(self.directory.path, _about(self.session, self.setup), self.reporter.width):
                 self.reporter.say(line)
-        self.steps.finish(outcome, self.reporter)
         steps = begun, outcome.position.global_step
+        accounts.finish_steps(self.session, self.steps, self.reporter, steps[1])
         accounts.finish_memory(self.session.world, self.setup.backend, self.reporter, steps)
         for record in self.records:
             record.finish(outcome.position)
 
 
-def _begin_accounts(
-    session: Session, setup: TrainingSetup, directory: RunDirectory, reporter: Reporter, most_steps: int
-) -> _Accounts:
+def _begin_accounts(session: Session, setup: TrainingSetup, directory: RunDirectory, reporter: Reporter) -> _Accounts:
     """Choose the progress mode, and create the accounts and the trace report. Collective."""
     reproducibility.keep_schedules(session, setup, directory)
     _start_measuring(session, setup, directory, reporter)
-    steps, trace = RunAccount(session, setup, most_steps), None
+    steps, trace = accounts.step_times(session, setup), None
     if session.progress.trace is not None:
         from hpctrain.run.trace_report import TraceReport  # here: only traced runs need it
 

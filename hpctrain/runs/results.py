@@ -156,7 +156,6 @@ class Summary:
         images_per_second: median over epochs, or over intervals if no epoch is complete.
         exposed_seconds: time of a step spent waiting for messages.
         predicted_step_seconds: predicted duration of a step; None: the run chose no plan.
-        prediction_note: why the prediction is off by more than 15 %, or, in older runs, why there is none; "" otherwise.
         peak_bytes: maximum resident memory over ranks at the latest end.
         device_bytes: maximum GPU memory in use over ranks at the latest end.
         data_share: share of the time that steps waited for data, mean over ranks.
@@ -180,7 +179,6 @@ class Summary:
     step_seconds: float | None
     exposed_seconds: float | None
     predicted_step_seconds: float | None
-    prediction_note: str
     peak_bytes: float | None
     device_bytes: float | None
     data_share: float | None
@@ -218,7 +216,6 @@ def summary(record: RunRecord) -> Summary:
         step_seconds=_number(step, "measured_step_seconds"),
         exposed_seconds=_number(step, "measured_exposed_seconds"),
         predicted_step_seconds=_number(step, "predicted_step_seconds"),
-        prediction_note=str(step.get("prediction_note", "")),
         peak_bytes=_number(memory, "peak_bytes"),
         device_bytes=_number(memory, "device_bytes"),
         data_share=_share(records, "waited_seconds"),
@@ -254,7 +251,7 @@ def summary_texts(summaries: Sequence[Summary]) -> list[tuple[str, list[str]]]:
         ("images/s", [_text(figures.images_per_second, ",.0f") for figures in summaries]),
         ("step", [_milliseconds(figures.step_seconds) for figures in summaries]),
         ("communication not hidden", [_milliseconds(figures.exposed_seconds) for figures in summaries]),
-        ("predicted step", [_predicted(figures) for figures in summaries]),
+        ("predicted step", [_milliseconds(figures.predicted_step_seconds) for figures in summaries]),
         ("peak memory", [_size(figures.peak_bytes) for figures in summaries]),
         ("GPU memory", [_size(figures.device_bytes) for figures in summaries]),
         ("waited for data (most on a rank)", [_waits(figures.data_share, figures.most_data_share) for figures in summaries]),
@@ -288,29 +285,6 @@ def _hosts(hosts: Sequence[str]) -> str:
 
 def _milliseconds(seconds: float | None) -> str:
     return UNKNOWN if seconds is None else f"{1e3 * seconds:.4g} ms"
-
-
-def _predicted(figures: Summary) -> str:
-    """Return the predicted time of a step; " (wrong)" marks one that is off by more than 15 % (see `prediction_sentences`)."""
-    text = _milliseconds(figures.predicted_step_seconds)
-    return f"{text} (wrong)" if figures.prediction_note and figures.predicted_step_seconds is not None else text
-
-
-def prediction_head(measured_seconds: float | None, predicted_seconds: float | None) -> str:
-    """Return the beginning of a sentence on a wrong or missing prediction of the time of a step."""
-    if not measured_seconds or not predicted_seconds:
-        return "no prediction"
-    ratio = measured_seconds / predicted_seconds
-    return f"steps took {f'{ratio:.2g}' if ratio < 99.5 else f'{ratio:,.0f}'} times as long as predicted"
-
-
-def prediction_sentences(summaries: Sequence[Summary]) -> list[tuple[int, str]]:
-    """Return (index of the run, sentence) for each run that states why its prediction is wrong or missing."""
-    return [
-        (run, f"{prediction_head(figures.step_seconds, figures.predicted_step_seconds)}: {figures.prediction_note}")
-        for run, figures in enumerate(summaries)
-        if figures.prediction_note
-    ]
 
 
 def _size(size_bytes: float | None) -> str:

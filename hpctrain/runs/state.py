@@ -234,7 +234,7 @@ def _lines(content: bytes) -> list[Record]:
 
 _WHOLE = frozenset(("epoch", "epochs", "step", "from_step", "images", "samples", "done_samples", "last_sample", "size"))
 _NUMBERS = frozenset(("loss", "top1", "top5", "ema_loss", "ema_top1", "ema_top5", "lr", "images_per_second", "time"))
-_TEXTS_OF_RUNS = frozenset(("kind", "set", "by", "error", "warning", "prediction_note", "held", "layer"))
+_TEXTS_OF_RUNS = frozenset(("kind", "set", "by", "error", "warning", "held", "layer"))
 _LARGEST_WHOLE, _LARGEST, _LATEST = 1 << 53, 1e200, 1e11
 _MOST_CHARACTERS = 2000
 

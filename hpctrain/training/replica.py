@@ -36,7 +36,6 @@ from hpctrain.parallel.parallel_plan import ParallelPlan
 from hpctrain.parallel.rank_graph import GridDistribution
 from hpctrain.storage.checkpoint import CheckpointContent
 from hpctrain.storage.shards import Part
-from hpctrain.trace.tracer import Tracer
 from hpctrain.training import snapshot
 from hpctrain.training.evaluation import ConfusionCounts, WeightAverage, evaluate, evaluated_with
 from hpctrain.training.finiteness import Cause
@@ -446,11 +445,6 @@ class Replica:
             watch=self.watch,
             checks_finite=checks,
         )
-
-    def record_operators(self, trace: Tracer | None) -> None:
-        """Record the operators of the following steps; None: stop recording. The engine must not have a tracer."""
-        assert self.progress.trace is None
-        self._step.record_operators(trace)
 
     @property
     def place(self) -> LoaderRank:

@@ -269,11 +269,7 @@ class TrainingStep:
         self.finiteness = Finiteness(network, averagers, progress.rank)
         self._optimizers = [averager.optimizer for averager in averagers.values()]
         self.facts: dict[str, object] = {}
-        self._tracing: TracingHooks | None = None
-        self.record_operators(progress.trace)
-
-    def record_operators(self, trace: Tracer | None) -> None:
-        """Record the operators of the following steps and the time between them; None: stop recording."""
+        trace = progress.trace
         self._tracing = None if trace is None else TracingHooks(self._hooks, trace)
 
     def run(self, batch: Batch, global_step: int, lr: float) -> None:

@@ -59,12 +59,12 @@ def test_a_run_of_several_ranks_ends_with_an_account_of_its_steps(job: Start, fo
     assert isinstance(seconds, float)
     assert isinstance(exposed, float)
     assert seconds > exposed > 0
-    names = ("compute", "python", "messages", "exposed", "data", "core")
+    names = ("work", "messages", "exposed", "data", "core")
     parts = {name: float(str(record[f"measured_{name}_seconds"])) for name in names}
     assert sum(parts.values()) == pytest.approx(seconds)
     assert 0 < parts["messages"] < seconds
     whole = outcome.stdout.replace("\n  ", " ")
-    for text in (": compute", ", posting and progress", ", communication not hidden"):
+    for text in (": compute and Python", ", posting and progress", ", communication not hidden"):
         assert text in whole.partition("step time ")[2]
     assert "predict" not in outcome.stdout
     assert not [name for name in record if "predict" in name or name == "machine"]

@@ -158,7 +158,7 @@ def test_damaged_files_of_a_run_end_in_words(tmp_path: Path) -> None:
 _FIELDS = (
     "kind", "time", "epoch", "step", "images", "samples", "done_samples", "last_sample", "epochs", "loss", "top1", "ema_top1",
     "lr", "images_per_second", "set", "by", "error", "held", "layer", "ranks", "changes", "size", "from_step",
-    "peak_bytes", "measured_step_seconds", "prediction_note", "seconds", "waited_seconds",
+    "peak_bytes", "measured_step_seconds", "seconds", "waited_seconds",
 )  # fmt: skip
 _KINDS = (
     "interval", "epoch", "evaluation", "test", "start", "stop", "skip", "resume", "rollback", "steps", "memory", "data",

@@ -6,7 +6,6 @@ import signal
 import socket
 import time
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,13 +26,13 @@ from hpctrain.job.session import describe_cores
 from hpctrain.launch.control_groups import peak_resident_bytes
 from hpctrain.launch.process_end import End
 from hpctrain.run import accounts
-from hpctrain.run.accounts import DataAccount, PeakMemory, RunAccount, StepParts
+from hpctrain.run.accounts import DataAccount, PeakMemory
 from hpctrain.run.messages import set_progress
 from hpctrain.run.training import StopReason, stop_reason
 from hpctrain.runs import state as run_state
 from hpctrain.runs.directory import RunDirectory
 from hpctrain.runs.state import RunReader, RunState
-from hpctrain.training.accounts import DataWait, MeasuredStep
+from hpctrain.training.accounts import StepParts
 from hpctrain.training.snapshot import Position
 from hpctrain_testing.virtual.communicator import ThreadCommunicator
 from hpctrain_testing.virtual.run import run_virtual, virtual_engine
@@ -41,199 +40,132 @@ from tests.data.conftest import make_file as make_file
 from tests.support.emulated import CudaKernelsFactory
 from tests.support.recorded import SECOND, Heard, record
 
-MEASURED = MeasuredStep(0.5, 0.125, 20, 0.0625, 0.03125, 0.03125, 0.25, 0.0625)
+PARTS = StepParts(0.5, 20, 0.1875, 0.0625, 0.125, 0.03125, 0.09375)
 PREDICTED = PredictedStep(0.45, 0.2, 1.0, "two nodes", "abc")
 
 
-def _heard(choice: Any = None, steps: Any = MEASURED) -> Heard:
-    """Return the lines and records of an account of one rank, whose operators were not sampled."""
-    session: Any = SimpleNamespace(world=SingleCommunicator(), is_root=True)
-    progress = ProgressEngine(rank=0, deadline_seconds=1.0, abort=lambda code: None)
-    session.resolved, session.progress = SimpleNamespace(choice=choice), progress
-    session.threads = SimpleNamespace(threads=1)
-    kernels = SimpleNamespace(arithmetic=SimpleNamespace(on_host=True))
-    parts: Any = SimpleNamespace(backend=SimpleNamespace(kernels=kernels), replica=SimpleNamespace(progress=progress))
-    account = RunAccount(session, parts)
-    assert len(account.observers) == 2
-    account._step_times = SimpleNamespace(measured=lambda: steps, after_sample=lambda: steps)  # type: ignore[assignment]
-    outcome: Any = SimpleNamespace(position=SimpleNamespace(global_step=26))
+def _heard(choice: Any = None, parts: StepParts | None = PARTS) -> Heard:
+    session: Any = SimpleNamespace(world=SingleCommunicator(), resolved=SimpleNamespace(choice=choice))
+    times: Any = SimpleNamespace(measured=lambda: parts)
     heard = Heard()
-    account.finish(outcome, heard)
+    accounts.finish_steps(session, times, heard, 26)
     return heard
 
 
 def test_a_run_of_few_steps_has_no_account() -> None:
-    for heard in (_heard(steps=replace(MEASURED, steps=3)), _heard(steps=None)):
+    for heard in (_heard(parts=replace(PARTS, steps=3)), _heard(parts=None)):
         assert (heard.lines, heard.records) == ([], [])
 
 
-_PARTS = (
+_LINE = (
     "step time 500 ms: compute and Python 188, posting and progress 62, communication not hidden 125, waiting for data 31, "
     "waiting for a core 94"
 )
 
 
 def test_a_run_that_chose_nothing_has_the_parts_of_its_step_and_no_prediction() -> None:
-    heard = _heard(steps=replace(MEASURED, steps=40))
-    assert heard.lines == [_PARTS]
+    heard = _heard()
+    assert heard.lines == [_LINE]
     ((kind, values),) = heard.records
-    assert (kind, values["measured_step_seconds"]) == ("steps", 0.5)
-    assert not [name for name in values if "predict" in name or name in ("accuracy", "machine", "measured_share")]
+    assert kind == "steps"
+    assert values == {
+        "step": 26,
+        "steps": 20,
+        "measured_step_seconds": 0.5,
+        "measured_work_seconds": 0.1875,
+        "measured_messages_seconds": 0.0625,
+        "measured_exposed_seconds": 0.125,
+        "measured_data_seconds": 0.03125,
+        "measured_core_seconds": 0.09375,
+    }
 
 
 def test_a_run_that_chose_is_compared_with_the_prediction_that_it_chose_by() -> None:
     heard = _heard(SimpleNamespace(prediction=PREDICTED))
-    assert heard.lines == [f"{_PARTS}; predicted 450"]
-    ((kind, values),) = heard.records
-    assert kind == "steps"
-    assert (values["step"], values["predicted_step_seconds"], values["accuracy"]) == (26, 0.45, pytest.approx(0.9))
+    assert heard.lines == [f"{_LINE}; predicted 450"]
+    ((_, values),) = heard.records
+    predicted = {"predicted_step_seconds": 0.45, "predicted_exposed_seconds": 0.2, "accuracy": pytest.approx(0.9)}
+    predicted |= {"measured_share": 1.0, "machine": "two nodes", "machine_digest": "abc"}
+    assert {name: values[name] for name in predicted} == predicted
 
-
-def _parts_of(seconds: float, compute: float | None, *others: float) -> StepParts:
-    return StepParts(seconds, 40, compute, *others)
-
-
-STEP = _parts_of(0.4614, 0.4, 0.0058, 0.00172, 0.04712, 0.0, 0.00676)
-PREDICTED_STEP = PredictedStep(0.4522, 0.0411, 0.9, "two nodes", "abc")
 
 _SECONDS = st.floats(0, 100)
 
 
-@given(st.builds(MeasuredStep, *[_SECONDS] * 2, st.just(40), *[_SECONDS] * 5), st.none() | st.floats(0, 1))
-def test_parts_add_up_to_the_step(measured: MeasuredStep, share: float | None) -> None:
+@given(*[_SECONDS] * 6)
+def test_parts_add_up_to_the_step(
+    seconds: float, exposed: float, messages: float, data: float, updates: float, busy: float
+) -> None:
     """No time is in two parts or in none, even if the clocks disagree."""
-    parts = StepParts.of(measured, share)
-    assert (parts.compute_seconds is None) == (share is None)
-    together = parts.work_seconds + parts.exposed_seconds + parts.data_seconds + parts.core_seconds
-    assert together == pytest.approx(measured.seconds, abs=1e-9)
+    parts = StepParts.of(40, seconds, exposed, messages, data, updates, busy)
+    awaited = parts.exposed_seconds + parts.data_seconds + parts.core_seconds
+    assert parts.work_seconds + parts.messages_seconds + awaited == pytest.approx(seconds, abs=1e-9)
     assert parts.core_seconds >= -1e-9
-    awaited = measured.exposed_seconds + measured.data_seconds
-    counted = measured.messages_seconds + measured.update_seconds
-    if counted <= measured.busy_seconds <= measured.seconds - awaited:
-        assert parts.python_seconds >= (parts.compute_seconds is None) * measured.update_seconds - 1e-9
-        assert parts.core_seconds == pytest.approx(measured.seconds - awaited - measured.busy_seconds, abs=1e-9)
-
-
-def test_the_share_of_operators_is_that_of_sampled_steps() -> None:
-    step = MeasuredStep(12.0, 1.0, 10, messages_seconds=2.0, update_seconds=1.0, busy_seconds=11.0)
-    assert accounts.operators_share(step, 6.0) == 0.75
-    assert accounts.operators_share(step, 9.0) == 1.0
-    assert accounts.operators_share(step, None) is None
-    assert accounts.operators_share(None, 6.0) is None
+    if messages + updates <= busy <= seconds - exposed - data:
+        assert parts.work_seconds >= updates - 1e-9
+        assert parts.core_seconds == pytest.approx(seconds - exposed - data - busy, abs=1e-9)
 
 
 def test_the_mean_of_the_ranks_counts_unless_one_has_too_few_steps() -> None:
     def over(*of_ranks: StepParts | None) -> list[StepParts | None]:
         return run_virtual(len(of_ranks), lambda comm: accounts.steps_over_ranks(comm, of_ranks[comm.rank]))
 
-    first = StepParts(2.0, 40, 1.0, 0.25, 0.125, 0.5, 0.125, 0.0, 1.0)
-    second = StepParts(3.0, 41, 1.5, 0.25, 0.125, 1.0, 0.125, 0.0, 0.0)
-    assert over(first, second) == [StepParts(2.5, 40, 1.25, 0.25, 0.125, 0.75, 0.125, 0.0, 0.5)] * 2
-    unknown = replace(second, compute_seconds=None, python_seconds=1.75)
-    assert over(first, unknown) == [StepParts(2.5, 40, None, 1.5, 0.125, 0.75, 0.125, 0.0, 0.5)] * 2
+    first, second = StepParts(2.0, 40, 1.25, 0.125, 0.5, 0.125, 0.0), StepParts(3.0, 41, 1.75, 0.125, 1.0, 0.125, 0.0)
+    assert over(first, second) == [StepParts(2.5, 40, 1.5, 0.125, 0.75, 0.125, 0.0)] * 2
     for other in (None, replace(first, steps=13)):
         assert over(first, other) == [None, None]
 
 
-def test_lines_and_facts_hold_the_prediction_and_the_run() -> None:
-    measured = (
-        "step time 461 ms: compute 400, Python 6, posting and progress 2, communication not hidden 47, waiting for a core 7"
-    )
-    assert accounts.step_lines(STEP) == [measured]
-    assert accounts.step_lines(STEP, PREDICTED_STEP) == [measured + "; predicted 452"]
-    head = "  steps took 1 times as long as predicted"
-    assert accounts.step_lines(STEP, PREDICTED_STEP, "a part") == [measured + "; predicted 452", f"{head}: a part"]
-    assert accounts.step_lines(_parts_of(0.00672, None, 0.0067, *[0.0] * 3, 2e-5)) == [
-        "step time 6.72 ms: compute and Python 6.70, waiting for a core 0.02"
-    ]
-    facts = {"step": 46, "steps": 40, "measured_step_seconds": 0.4614, "measured_exposed_seconds": 0.04712}
-    facts |= {"measured_messages_seconds": 0.00172, "measured_python_seconds": 0.0058, "measured_data_seconds": 0.0}
-    facts |= {"measured_core_seconds": 0.00676, "measured_compute_seconds": 0.4}
-    assert accounts.step_facts(STEP, 46) == facts
-    predicted = {"predicted_step_seconds": 0.4522, "predicted_exposed_seconds": 0.0411, "accuracy": pytest.approx(0.98, abs=1e-3)}
-    predicted |= {"measured_share": 0.9, "machine": "two nodes", "machine_digest": "abc"}
-    assert accounts.step_facts(STEP, 46, PREDICTED_STEP) == facts | predicted
-    assert accounts.step_facts(STEP, 46, PREDICTED_STEP, "why") == facts | predicted | {"prediction_note": "why"}
-
-
-@given(st.floats(1e-5, 1e4), st.lists(st.floats(0, 1), min_size=6, max_size=6), st.floats(1e-5, 1e4))
+@given(st.floats(1e-5, 1e4), st.lists(st.floats(0, 1), min_size=5, max_size=5), st.floats(1e-5, 1e4))
 def test_printed_parts_add_up(seconds: float, shares: list[float], predicted: float) -> None:
     """No printed part is cut off, and the step and its parts have equally many decimals."""
     scale = seconds / (sum(shares) or 1.0)
-    parts = [scale * share for share in shares] if sum(shares) else [seconds, *[0.0] * 5]
-    lines = accounts.step_lines(_parts_of(seconds, *parts), PredictedStep(predicted, 0.0, 1.0, "", ""))
-    whole, _, rest = " ".join(line.strip() for line in lines).replace(",", "").partition(" ms: ")
+    parts = [scale * share for share in shares] if sum(shares) else [seconds, *[0.0] * 4]
+    line = accounts.step_line(StepParts(seconds, 40, *parts), PredictedStep(predicted, 0.0, 1.0, "", ""))
+    whole, _, rest = line.replace(",", "").partition(" ms: ")
     texts = re.findall(r"[\d.]+", rest.partition(";")[0])
     decimals = len(whole.partition(".")[2])
     assert all(len(text.partition(".")[2]) == decimals for text in texts)
-    assert sum(map(float, texts)) == pytest.approx(float(whole.removeprefix("step time ")), abs=3.6 * 10.0**-decimals)
+    assert sum(map(float, texts)) == pytest.approx(float(whole.removeprefix("step time ")), abs=3.1 * 10.0**-decimals)
 
 
-@pytest.mark.parametrize(
-    ("measured", "predicted", "words"),
-    [
-        (_parts_of(10.0, 8.0, 1.0, 0.0, 1.0, 0.0, 0.0), 8.6, ""),
-        (
-            _parts_of(10.0, 6.0, 1.0, 0.0, 3.0, 0.0, 0.0),
-            8.0,
-            "waits for messages took 3,000 ms per step, and 500 ms in the simulation",
-        ),
-        (_parts_of(10.0, 6.0, 1.0, 0.0, 0.5, 0.0, 2.5), 8.0, "other threads and processes used the cores for 2,500 ms per step"),
-        (_parts_of(10.0, 4.0, 1.0, 0.0, 3.0, 0.0, 2.0), 8.0, "other threads and processes used the cores for 2,000 ms per step"),
-        (_parts_of(10.0, 6.0, 1.0, 0.0, 0.5, 0.0, 2.5, 2.4), 8.0, "no single part explains it; other threads and processes used"),
-        (
-            _parts_of(10.0, 6.0, 1.0, 0.0, 0.5, 2.5, 0.0),
-            8.0,
-            "waits for data took 2,500 ms per step, and 0.000 ms in the prediction; `hpctrain bench data` shows what",
-        ),
-        (
-            _parts_of(10.0, 8.5, 1.0, 0.0, 0.5, 0.0, 0.0),
-            8.0,
-            "computation, Python and messages took 9,500 ms per step, and 7,500 ms in the prediction; measure this machine with "
-            "`hpctrain calibrate` and set machine to its file",
-        ),
-        (
-            _parts_of(10.0, 5.0, 1.0, 0.0, 0.5, 3.5, 0.0),
-            12.0,
-            "computation, Python and messages took 6,000 ms per step, and 11,500 ms",
-        ),
-        (
-            _parts_of(10.0, 7.3, 1.0, 0.0, 1.0, 0.4, 0.3),
-            8.0,
-            "no single part explains it; computation, Python and messages took 8,300 ms per step, and 7,500",
-        ),
-    ],
-)
-def test_a_prediction_that_is_off_has_a_reason(measured: StepParts, predicted: float, words: str) -> None:
-    """The reason has the direction of the error, and its text states whether it explains less than half of the error."""
-    reason = accounts.error_reason(measured, PredictedStep(predicted, 0.5, 1.0, "", ""))
-    assert reason.startswith(words)
-    assert bool(reason) == bool(words)
+class _Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def step(self, account: DataAccount, wait: float, work: float) -> None:
+        batch: Any = None
+        account.before_batch()
+        self.now += wait
+        account.before_step(batch, whole=True)
+        self.now += work
+        account.after_step(Position(), usual=True)
 
 
-@pytest.mark.parametrize(("steps", "judged"), [(15, False), (19, False), (20, True)])
-def test_only_a_run_of_ten_seconds_judges_its_prediction(steps: int, judged: bool) -> None:
-    """A shorter run explains no error, which other programs may cause. An explained error has its direction."""
-    choice = SimpleNamespace(prediction=PredictedStep(0.3, 0.2, 1.0, "two nodes", "abc"))
-    heard = _heard(choice, replace(MEASURED, steps=steps))
-    assert any(line.startswith("  steps took 1.7 times as long as predicted: ") for line in heard.lines) == judged
-    assert heard.lines[0].endswith("; predicted 300")
-    ((_, values),) = heard.records
-    assert values["prediction_note"]
+#: (steps, wait, work) of each rank in two epochs, and in a third that has not ended
+_Epochs = list[tuple[int, float, float]]
 
 
-def _waited(*of_ranks: list[DataWait]) -> list[Heard]:
-    """What every rank would say; the last of its waits is that of an epoch that has not ended."""
+def _waited(*of_ranks: _Epochs) -> list[Heard]:
+    """What every rank would say. Between epochs is an evaluation, which is no step."""
 
     def rank(comm: Communicator) -> Heard:
         session: Any = SimpleNamespace(world=comm, groups=SimpleNamespace(all_ranks=comm), progress=virtual_engine(comm))
-        heard = Heard()
-        account = DataAccount(session, heard)
-        *epochs, rest = of_ranks[comm.rank]
-        account.take = partial(next, iter([*epochs, rest]))  # type: ignore[method-assign]
-        for number in range(1, len(epochs) + 1):
-            account.after_epoch(Position(epoch=number, global_step=10 * number))
-        account.finish(Position(epoch=len(epochs), global_step=10 * len(epochs) + rest.steps))
+        heard, clock = Heard(), _Clock()
+        account = DataAccount(session, heard, clock)
+        done = 0
+        for number, (steps, wait, work) in enumerate(of_ranks[comm.rank], 1):
+            for _ in range(steps):
+                clock.step(account, wait, work)
+            done += steps
+            account.before_batch()  # there is none
+            clock.now += 1000.0
+            if number < len(of_ranks[comm.rank]):
+                account.after_epoch(Position(epoch=number, global_step=done))
+        account.finish(Position(epoch=len(of_ranks[comm.rank]) - 1, global_step=done))
         return heard
 
     return run_virtual(len(of_ranks), rank)
@@ -241,16 +173,16 @@ def _waited(*of_ranks: list[DataWait]) -> list[Heard]:
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_each_epoch_has_the_mean_and_the_slowest_rank_and_the_end_all_of_them(ranks: int) -> None:
-    of_ranks = [[DataWait(10, 8.0, 1.0 + rank), DataWait(10, 8.0, 0.0), DataWait(3, 4.0, 0.5)] for rank in range(ranks)]
+    of_ranks: list[_Epochs] = [[(4, 0.25 + rank / 4, 1.75 - rank / 4), (10, 0.0, 0.75), (2, 0.25, 2.0)] for rank in range(ranks)]
     for heard in _waited(*of_ranks):
         records = [record for _, record in heard.records]
-        assert [(each["epoch"], each["step"], each["steps"]) for each in records] == [(1, 10, 10), (2, 20, 10), (3, 23, 3)]
+        assert [(each["epoch"], each["step"], each["steps"]) for each in records] == [(1, 4, 4), (2, 14, 10), (3, 16, 2)]
         first, mean = records[0], 1.0 + (ranks - 1) / 2
         assert (first["seconds"], first["waited_seconds"], first["share"]) == (8.0, mean, mean / 8.0)
         assert (first["most_waited_seconds"], first["most_share"], first["rank"]) == (float(ranks), ranks / 8.0, ranks - 1)
         assert heard.lines[0].startswith(f"steps waited for data {(mean + 0.5) / 20:.1%} of the time")
         assert (f"rank {ranks - 1} {(ranks + 0.5) / 20:.1%}" in heard.lines[0]) == (ranks > 1)
-    (nothing,) = _waited([DataWait()])
+    (nothing,) = _waited([(0, 0.0, 0.0)])
     assert (nothing.lines, nothing.records) == ([], []), "a run that trains nothing says nothing"
 
 

@@ -30,8 +30,6 @@ from hpctrain.runs.results import (
     TRAINING,
     UNKNOWN,
     panels,
-    prediction_head,
-    prediction_sentences,
     read_runs,
     summary,
     summary_texts,
@@ -118,18 +116,6 @@ def test_a_step_is_reported_with_its_prediction(tmp_path: Path) -> None:
         ["1 ms"],
         ["45.68 ms"],
     ]
-
-
-def test_a_wrong_prediction_is_marked_and_explained(tmp_path: Path) -> None:
-    """Would find a comparison that omits wrong predictions."""
-    times = {"measured_step_seconds": 0.05, "predicted_step_seconds": 0.02, "prediction_note": "cores were lost"}
-    run = write_run(tmp_path, events=[{"kind": "steps", "time": 31.0, "step": 30, **times}])
-    figures = [summary(read_runs([path])[0]) for path in (write_run(tmp_path).path, run.path)]
-    assert dict(summary_texts(figures))["predicted step"] == [UNKNOWN, "20 ms (wrong)"]
-    assert prediction_sentences(figures) == [(1, "steps took 2.5 times as long as predicted: cores were lost")]
-    printed = list(comparison_lines(compared([write_run(tmp_path).path, run.path])))
-    assert "2: steps took 2.5 times as long as predicted: cores were lost" in printed
-    assert prediction_head(150.4, 1.0) == "steps took 150 times as long as predicted", "not 1.5e+02"
 
 
 @pytest.mark.parametrize(("device", "of_gpus"), [({}, []), ({"device_bytes": 7_400_000_000}, [("GPU memory", ["7.4 GB"])])])

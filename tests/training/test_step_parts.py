@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -28,10 +28,9 @@ from hpctrain.optim.stagnation import Stagnation
 from hpctrain.trace import time_table
 from hpctrain.trace.tracer import CONCURRENT, Category, Events, Tracer
 from hpctrain.training import accounts
-from hpctrain.training.accounts import DataWait, DataWaits, MeasuredStep, OperatorSample, StepTimes, StepTrace
+from hpctrain.training.accounts import StepParts, StepTimes, StepTrace
 from hpctrain.training.metrics import StepReduction, StepTotals
 from hpctrain.training.passes import check_memory, micro_batches_of, planned
-from hpctrain.training.replica import Replica
 from hpctrain.training.snapshot import Position
 from hpctrain.training.step import GradientSum
 from hpctrain.training.stopping import EarlyStop, TimeLimit
@@ -39,7 +38,7 @@ from hpctrain_testing.virtual.communicator import ThreadCommunicator
 from hpctrain_testing.virtual.run import run_virtual, virtual_engine
 from tests.support import nets
 from tests.support.averaging import make_group
-from tests.support.training import Result, Task, batches, distance, replica_of, train
+from tests.support.training import Result, Task, distance, train
 
 
 def _message(comm: Communicator, progress: ProgressEngine) -> StepReduction:
@@ -160,41 +159,11 @@ class _Clock:
         return self.now
 
 
-def _wait_and_step(waits: DataWaits, clock: _Clock, wait: float, work: float) -> None:
-    waits.before_batch()
-    clock.now += wait
-    waits.before_step(BATCH, whole=True)
-    clock.now += work
-    waits.after_step(Position(), usual=True)
-
-
-@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), max_size=12))
-def test_waits_and_steps_add_up_and_what_lies_between_epochs_does_not(steps: list[tuple[int, int]]) -> None:
-    clock = _Clock()
-    waits = DataWaits(clock)
-    for wait, work in steps:
-        _wait_and_step(waits, clock, wait, work)
-    waits.before_batch()  # there is none
-    clock.now += 1000.0  # an evaluation
-    assert waits.take() == DataWait(len(steps), sum(wait + work for wait, work in steps), sum(wait for wait, _ in steps))
-    assert waits.take() == DataWait()
-
-
-def test_sums_go_on_over_epochs_until_they_are_taken() -> None:
-    clock = _Clock()
-    waits = DataWaits(clock)
-    for _ in range(3):
-        for wait in (2, 1):
-            _wait_and_step(waits, clock, wait, 4.0)
-        clock.now += 100.0
-    assert waits.take() == DataWait(6, 33.0, 9.0)
-
-
 class _Scene:
     """A rank's clocks, and the engine that counts its waits and its work on messages."""
 
     def __init__(self) -> None:
-        self.now = self.own_cpu = self.others_cpu = 100.0
+        self.now = self.own_cpu = 100.0
         self.engine = ProgressEngine(rank=0, deadline_seconds=1.0, abort=lambda code: None)
         self.account = self.engine.account = MessageAccount(
             clock_ns=lambda: round(self.now * 1e9), cpu_ns=lambda: round(self.own_cpu * 1e9)
@@ -203,8 +172,8 @@ class _Scene:
     def clock(self) -> float:
         return self.now
 
-    def processor(self) -> tuple[float, float]:
-        return self.own_cpu, self.others_cpu
+    def processor(self) -> float:
+        return self.own_cpu
 
     def work(self, seconds: float, off_core: float = 0.0) -> None:
         self.now += seconds + off_core
@@ -229,7 +198,7 @@ class _Scene:
         self.engine.waited_seconds += self.now - begin
 
 
-def _after(steps: Sequence[tuple[float, float]]) -> MeasuredStep | None:
+def _after(steps: Sequence[tuple[float, float]]) -> StepParts | None:
     """The account after steps of (work, wait)."""
     scene = _Scene()
     times = StepTimes(scene.engine, scene.clock)
@@ -241,8 +210,8 @@ def _after(steps: Sequence[tuple[float, float]]) -> MeasuredStep | None:
     return times.measured()
 
 
-def _step(work: float, waited: float, steps: int) -> MeasuredStep:
-    return MeasuredStep(work + waited, waited, steps, busy_seconds=work)
+def _step(work: float, waited: float, steps: int) -> StepParts:
+    return StepParts(work + waited, steps, work, 0.0, waited, 0.0, 0.0)
 
 
 def test_the_first_steps_settle_and_are_not_counted() -> None:
@@ -266,7 +235,6 @@ class _Did(NamedTuple):
         batch: Any = None
         times.before_batch()
         scene.work(self.loading / 4, self.loading)
-        scene.others_cpu += self.loading
         times.before_step(batch, whole=True)
         scene.work(self.work, self.off_core)
         scene.messages(self.messages)
@@ -275,11 +243,11 @@ class _Did(NamedTuple):
         times.after_step(Position(), usual=True)
 
     def row(self, *, of_processor: bool) -> list[float]:
-        """The values of `MeasuredStep`, without the number of steps."""
+        """The arguments of `StepParts.of`, without the number of steps."""
         exposed, data, updates = self.polling + self.sleeping, 1.25 * self.loading, self.update + self.late_update
         busy = self.work + self.messages + updates + (0 if of_processor else self.off_core)
         seconds = self.work + self.off_core + self.messages + updates + exposed + data
-        return [seconds, exposed, self.messages, data, updates, busy, self.loading if of_processor else 0]
+        return [seconds, exposed, self.messages, data, updates, busy]
 
 
 _DID = st.builds(_Did, *[st.integers(0, 9)] * 8)
@@ -295,13 +263,12 @@ def test_what_a_rank_did_and_awaited_adds_up_to_its_steps(steps: list[_Did], of_
         step.play(scene, times)
     measured = times.measured()
     assert measured is not None
-    assert measured.steps == len(steps)
     rows = np.array([step.row(of_processor=of_processor) for step in steps])
     cut = len(rows) // 4
     middle = rows[np.argsort(rows[:, 0], kind="stable")[cut : len(rows) - cut]].mean(axis=0)
-    assert [value for name, value in vars(measured).items() if name != "steps"] == pytest.approx(middle.tolist(), abs=1e-6)
+    assert vars(measured) == pytest.approx(vars(StepParts.of(len(steps), *middle.tolist())), abs=1e-6)
     if not of_processor:
-        assert measured.busy_seconds + measured.exposed_seconds + measured.data_seconds == pytest.approx(measured.seconds)
+        assert measured.core_seconds == pytest.approx(0.0, abs=1e-6)
 
 
 def test_rare_long_steps_do_not_count() -> None:
@@ -326,19 +293,6 @@ def test_the_latest_steps_count(monkeypatch: pytest.MonkeyPatch) -> None:
     assert _after([(1.0, 0.0)] * 40 + [(3.0, 2.0)] * 5) == _step(3.0, 2.0, 5)
 
 
-@pytest.mark.parametrize(("seconds", "steps"), [(1.0, 10), (0.03125, 16)])
-def test_ten_steps_or_half_a_second_follow_the_sample_of_operators(seconds: float, steps: int) -> None:
-    """They are not the whole run, and they lack the steps in which recording takes time."""
-    scene = _Scene()
-    times = StepTimes(scene.engine, scene.clock)
-    times.before_epoch(Position())
-    for number in range(6 + 5 + 40):
-        scene.work(seconds if 11 <= number < 11 + steps else 7 * seconds)
-        times.after_step(Position(), usual=True)
-        assert (times.after_sample() is None) == (number < 11)
-    assert times.after_sample() == _step(seconds, 0.0, steps)
-
-
 @pytest.mark.parametrize(("first", "later", "steps"), [(30, 30, 60), (30, 31, 31), (5, 19, 24), (5, 20, 20)])
 def test_later_epochs_count_alone_if_they_have_most_steps(first: int, later: int, steps: int) -> None:
     """Steps whose loader reads files are then not mixed with steps whose loader reads memory. Otherwise all steps count."""
@@ -349,13 +303,11 @@ def test_later_epochs_count_alone_if_they_have_most_steps(first: int, later: int
         for _ in range(of_epoch):
             scene.work(seconds)
             times.after_step(Position(), usual=True)
-    measured, after_sample = times.measured(), times.after_sample()
+    measured = times.measured()
     assert measured is not None
-    assert after_sample is not None
     assert measured.steps == steps
     if steps == later:
         assert measured == _step(2.0, 0.0, steps)
-    assert after_sample.seconds == (8.0 if first > 5 else 2.0)
 
 
 def _run(limit: TimeLimit, clock: _Clock, step: float, checkpoint: float, every: int = 0, steps: int = 100_000) -> float:
@@ -552,45 +504,6 @@ def test_the_plan_is_that_of_the_network_that_was_checked_last() -> None:
     assert f"{size_text(3 * _state())} for parameters" in sentence
     del network
     assert planned() is None
-
-
-TASK = Task(nets.plain, NumpyKernelSet(), Sgd, steps=20, samples=19)  # an epoch's third step is not whole
-
-
-def _trained(comm: ThreadCommunicator, sample_of: Callable[[Replica], OperatorSample | None]) -> tuple[np.ndarray, Events | None]:
-    replica = replica_of(TASK, comm, virtual_engine(comm), Blocking)
-    sample = sample_of(replica)
-    for batch in batches(TASK, replica.groups.position, comm.size):
-        if sample is not None:
-            sample.before_step(batch, whole=batch.global_count == TASK.batch)
-        replica.step(batch, TASK.lr)
-    replica.settle()
-    replica.drain()
-    parameters = np.concatenate([parameter.data.reshape(-1) for parameter in replica.network.parameters.values()])
-    if sample is None:
-        return parameters, None
-    assert sample.complete
-    events = sample._trace.events()
-    hooks = events.of(Category.AVERAGING)
-    recorded = int((events.stop_ns - events.start_ns).sum() - (hooks.stop_ns - hooks.start_ns).sum())
-    operators = sample.operator_seconds()
-    assert operators is not None
-    assert 0 < operators < recorded * 1e-9 / 5 * 2  # medians differ from means
-    return parameters, events
-
-
-@pytest.mark.parametrize("threads", [1, 2])
-def test_five_whole_steps_are_recorded_and_no_bit_changes(threads: int) -> None:
-    sampled = run_virtual(2, lambda comm: _trained(comm, lambda replica: OperatorSample(replica, threads)))
-    plain = run_virtual(2, lambda comm: _trained(comm, lambda replica: None))
-    for (parameters, events), (others, _) in zip(sampled, plain, strict=True):
-        assert np.array_equal(parameters, others)
-        assert events is not None
-        assert events.dropped == 0
-        forward = events.of(Category.FORWARD)
-        assert np.bincount(forward.name)[np.unique(forward.name)].tolist() == [5] * len(np.unique(forward.name))
-        assert {"conv1", "fc2"} <= {events.names[index] for index in forward.name}
-        assert np.all(events.stop_ns >= events.start_ns)
 
 
 TRACED = Task(nets.residual, NumpyKernelSet(), Sgd, steps=3)
