@@ -63,7 +63,7 @@ _PRINTED = "-"  # value of --confusion without a file name
 @click.option(
     "--smoke",
     is_flag=True,
-    help="Run the whole pipeline of FILE in about a minute, on small synthetic images; the run directory is deleted afterwards.",
+    help="Run the whole pipeline of FILE in about a minute, on synthetic images; the run directory is deleted afterwards.",
 )
 @click.option(
     "--progress",

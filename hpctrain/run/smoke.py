@@ -1,7 +1,7 @@
 """Trial of a configuration before it is queued: a few steps on synthetic images with all components that it names.
 
 Model, augmentations, mixing, optimiser, schedule with its warm-up, averager, average of weights, evaluation and checkpoints are
-those of the configuration. Only sizes that cost time are reduced: number and size of images, batch and epochs.
+those of the configuration. Only sizes that cost time are reduced: number of images, batch and epochs.
 """
 
 from __future__ import annotations
@@ -13,23 +13,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hpctrain.assembly.images import check_files, check_single_values, open_images, size_faults, training_images
-from hpctrain.assembly.recipe import ImageFacts, Recipe, with_defaults
-from hpctrain.config.schema import SYNTHETIC, AugmentConfig, Config, DataConfig, ScheduleConfig, SizeConfig
+from hpctrain.assembly.images import check_files, open_images
+from hpctrain.assembly.recipe import ImageFacts
+from hpctrain.config.schema import SYNTHETIC, Config, DataConfig, ScheduleConfig, SizeConfig
 from hpctrain.config.values import SLURM
-from hpctrain.core.errors import ConfigError, HpctrainError
+from hpctrain.core.errors import ConfigError
 from hpctrain.core.text import counted
 from hpctrain.job.session import StartedJob
 from hpctrain.models import catalogue
-from hpctrain.nn.network import declared
 
 #: suffix of the run's name, so that `--resume auto` and other runs of the configuration do not find the trial
 SUFFIX = "-smoke"
 EPOCHS = 2
 STEPS = 2  # per epoch
 SAMPLES = 4  # per rank and micro-batch
-SIDE = 64  # pixels, to which larger images are scaled down
-_UNKNOWN = (SIDE, SIDE, 3)  # for a model that does not declare its image shape
+_UNKNOWN = (64, 64, 3)  # for a model that does not declare its image shape
 
 
 @dataclass(frozen=True)
@@ -59,14 +57,10 @@ def shortened(config: Config, ranks: int) -> SmokeTrial:
     config, of_grid = _with_legal_grid(config, ranks)
     config, of_weights = _with_weights_that_exist(config)
     short, of_time = _short(config, ranks)
-    full, small = _on_images(short, images, 1.0), _on_images(short, images, _factor(config, images))
-    chosen = small if _has_same_parameters(small, full, ranks) else full
-    size = f"{chosen.data.synthetic.height} x {chosen.data.synthetic.width}"
-    stored = f"{images.shapes[0][0]} x {images.shapes[0][1]}"
-    of_size = f"synthetic images of {size}{'' if size == stored else f' in place of {stored}'}, {images.classes} classes"
-    of_sizes = _sizes_note(config, chosen)
+    trial, of_sizes = _on_images(short, images)
+    of_size = f"synthetic images of {images.shapes[0][0]} x {images.shapes[0][1]}, {images.classes} classes"
     notes = (*of_time, of_size, *of_sizes, *of_files, *of_weights, *of_grid)
-    return SmokeTrial(chosen, tuple(f"smoke: {note}" for note in notes))
+    return SmokeTrial(trial, tuple(f"smoke: {note}" for note in notes))
 
 
 def recipe_images(config: Config) -> tuple[ImageFacts, tuple[str, ...]]:
@@ -117,83 +111,36 @@ def _crop_sizes(config: Config) -> list[int]:
     return crops + [step.size for step in config.data.sizes]
 
 
-def _factor(config: Config, images: ImageFacts) -> float:
-    """Return the factor that scales the network's input to at most SIDE pixels."""
-    return min(1.0, SIDE / max(_crop_sizes(config) or images.shapes[0][:2]))
-
-
-def _on_images(config: Config, images: ImageFacts, factor: float) -> Config:
-    """Return the configuration on synthetic images; these and all crops are scaled by the factor."""
-    augment, evaluate = (
-        [_scaled(step, factor) for step in steps] for steps in (config.data.augment, config.data.evaluate_augment)
-    )
-    height, width = (max(1, round(side * factor)) for side in images.shapes[0][:2])  # at least a crop, rounded likewise
+def _on_images(config: Config, images: ImageFacts) -> tuple[Config, tuple[str, ...]]:
+    """Return the configuration on synthetic images, and a sentence on the image sizes by epoch, if any."""
+    height, width, channels = images.shapes[0]
     made_up = {
         "height": height,
         "width": width,
-        "channels": images.shapes[0][2],
+        "channels": channels,
         "classes": images.classes,
         "samples": STEPS * config.batch,
         "test_samples": config.batch + 1,  # the last batch of an evaluation is usually incomplete
     }
+    sizes = _short_sizes([step.size for step in config.data.sizes])
     data: DataConfig = config.data.model_copy(
         update={
             "train": SYNTHETIC,
             **dict.fromkeys(config.data.evaluated_splits, SYNTHETIC),
             "synthetic": config.data.synthetic.model_copy(update=made_up),
-            "augment": tuple(augment),
-            "evaluate_augment": tuple(evaluate),
-            "sizes": _short_sizes(config, factor),
+            "sizes": tuple(SizeConfig(from_epoch=epoch, size=size) for epoch, size in enumerate(sizes)),
         }
     )
-    return config.model_copy(update={"data": data})
+    all_sizes, stand_ins = (", ".join(map(str, some)) for some in ([step.size for step in config.data.sizes], sizes))
+    note = (f"training images of {stand_ins} px, an epoch each, in place of {all_sizes}",) if sizes else ()
+    return config.model_copy(update={"data": data}), note
 
 
-def _short_sizes(config: Config, factor: float) -> tuple[SizeConfig, ...]:
-    """Return the first and the largest of the image sizes, an epoch each, scaled by the factor.
-
-    If the first is the largest, the last one is used instead. A single size is returned alone.
-    """
-    sizes = [max(1, round(step.size * factor)) for step in config.data.sizes]
+def _short_sizes(sizes: list[int]) -> list[int]:
+    """Return the first and the largest of the image sizes; if the first is the largest, the last one instead."""
     if len(set(sizes)) < 2:
-        return tuple(SizeConfig(size=size) for size in sizes[:1])
-    then = max(sizes) if max(sizes) != sizes[0] else sizes[-1]
-    return SizeConfig(size=sizes[0]), SizeConfig(from_epoch=1, size=then)
-
-
-def _sizes_note(config: Config, chosen: Config) -> tuple[str, ...]:
-    """Return a sentence on the image sizes by epoch, if any."""
-    if not config.data.sizes:
-        return ()
-    sizes, stand_ins = (", ".join(f"{step.size}" for step in one.data.sizes) for one in (config, chosen))
-    return (f"training images of {stand_ins} px, an epoch each, in place of {sizes}",)
-
-
-def _scaled(step: AugmentConfig, factor: float) -> AugmentConfig:
-    size = step.options.get("size")
-    if not isinstance(size, int):
-        return step
-    return AugmentConfig(name=step.name, **{**step.options, "size": max(1, round(size * factor))})
-
-
-def _has_same_parameters(small: Config, full: Config, ranks: int) -> bool:
-    """Return whether the model accepts the smaller images, with parameters of the same shapes."""
-    try:
-        recipes = [_with_facts(one, ranks) for one in (small, full)]
-        specs = [declared(recipe.model, recipe.graph)[0] for recipe in recipes]
-        shapes = [{name: spec.shape for name, spec in of_images.items()} for of_images in specs]
-        # Images may become so small that a batch norm has a single value per channel, for which the training would be refused.
-        if not small.automatic:
-            check_single_values(recipes[0])
-    except HpctrainError:  # the run itself will report it for the full size
-        return False
-    return shapes[0] == shapes[1] and not any(size_faults(Recipe(small)))
-
-
-def _with_facts(config: Config, ranks: int) -> Recipe:
-    """Return the recipe of a configuration for its images on the ranks, with defaults in its open sections."""
-    images, _ = training_images(config, open_images(config, "train"), None)
-    return Recipe(with_defaults(config), images.facts(config.epochs)).on(1 if config.grid.automatic else ranks)
+        return sizes[:1]
+    return [sizes[0], max(sizes) if max(sizes) != sizes[0] else sizes[-1]]
 
 
 def _short(config: Config, ranks: int) -> tuple[Config, tuple[str, ...]]:

@@ -35,7 +35,7 @@ from hpctrain.optim.schedules import SCHEDULES
 from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
 from hpctrain.run.build import build
 from hpctrain.run.python_job import check_shape, mixing_of
-from hpctrain.run.smoke import EPOCHS, SIDE, STEPS, recipe_images, remove_run, short_schedule, shortened
+from hpctrain.run.smoke import EPOCHS, STEPS, recipe_images, remove_run, short_schedule, shortened
 from hpctrain.training.passes import StatisticsSharing, micro_batches_of
 from tests.support import nets
 from tests.support.sampling import amount
@@ -252,9 +252,7 @@ RECIPE_TEXT = """
  augment: [{{name: random_resized_crop, size: {size}}}], evaluate_augment: [{{name: center_crop, size: {size}}}]}}}}
 """
 #: keys that a trial may change; all others are the recipe's
-CHANGED = {"name", "batch", "epochs", "optimizer.lr", "schedule.warmup_epochs", "data.train", "data.test", "data.synthetic"} | {
-    *("data.augment", "data.evaluate_augment")
-}
+CHANGED = {"name", "batch", "epochs", "optimizer.lr", "schedule.warmup_epochs", "data.train", "data.test", "data.synthetic"}
 
 
 def configured(folder: Path, *overrides: str, model: str = "small", size: int = 28) -> Config:
@@ -281,7 +279,7 @@ def different(one: Any, other: Any, path: str = "") -> set[str]:
 def test_nothing_but_the_length_is_left_out(tmp_path: Path) -> None:
     config = configured(tmp_path, "ema.decay=0.9", "data.mixing.mixup=0.2", "averager=lazy", "loss.label_smoothing=0.1")
     trial = shortened(config, ranks=2)
-    assert different(config.model_dump(), trial.config.model_dump()) == CHANGED - {"data.augment", "data.evaluate_augment"}
+    assert different(config.model_dump(), trial.config.model_dump()) == CHANGED
     assert Config.model_validate(trial.config.model_dump()) == trial.config
     assert trial.config.optimizer.lr / trial.config.batch == pytest.approx(config.optimizer.lr / config.batch)
 
@@ -296,12 +294,18 @@ def test_the_grid_splits_layers_over_as_many_ranks_as_it_can(ranks: int, tmp_pat
     assert trial.config.batch >= ranks
 
 
-@pytest.mark.parametrize(("model", "size", "side"), [("resnet18", 224, SIDE), ("resnet20", 32, 32), ("vgg11", 160, SIDE)])
-def test_images_are_the_recipes_or_smaller_ones_that_the_model_takes(model: str, size: int, side: int, tmp_path: Path) -> None:
-    write_images(tmp_path / "train.h5", (256, 256, 3), ["a", "b", "c"])
-    trial = shortened(configured(tmp_path, model=model, size=size), 1).config
-    assert [step.options["size"] for step in (*trial.data.augment, *trial.data.evaluate_augment)] == [side, side]
-    assert (trial.data.synthetic.height, trial.data.synthetic.classes) == (round(256 * side / size), 3)
+@pytest.mark.parametrize(
+    ("sizes", "expected"), [((96,), (96,)), ((96, 128, 72, 160), (96, 160)), ((160, 128, 72), (160, 72)), ((96, 96), (96,))]
+)
+def test_images_are_the_recipes_in_the_first_and_the_largest_size(
+    sizes: tuple[int, ...], expected: tuple[int, ...], tmp_path: Path
+) -> None:
+    write_images(tmp_path / "train.h5", (256, 240, 3), ["a", "b", "c"])
+    by_epoch = ", ".join(f"{{from_epoch: {epoch}, size: {size}}}" for epoch, size in enumerate(sizes))
+    trial = shortened(configured(tmp_path, f"data.sizes=[{by_epoch}]", model="resnet18", size=224), 1).config
+    made = trial.data.synthetic
+    assert (made.height, made.width, made.channels, made.classes) == (256, 240, 3, 3)
+    assert [(step.from_epoch, step.size) for step in trial.data.sizes] == list(enumerate(expected))
 
 
 def test_files_that_are_there_are_looked_at(tmp_path: Path) -> None:
