@@ -12,26 +12,22 @@ from hpctrain.planner.costs import machine_file
 from hpctrain_testing.run import Outcome
 from tests.support import planned
 from tests.support.here import run_here
-from tests.support.tiny_runs import Start, assert_same, hpctrain, newest_checkpoint, newest_run, prepare, sentence, whole_lines
+from tests.support.tiny_runs import (
+    Start,
+    assert_same,
+    hpctrain,
+    newest_checkpoint,
+    newest_run,
+    prepare,
+    sentence,
+    tiny,
+    whole_lines,
+)
 
-CONFIG = """
-name: tiny
-seed: 7
-backend: numpy
-progress: test
-model: {name: small, channels: [4, 6], hidden: 9}
-data: {train: FOLDER/train.h5}
-batch: 8
-epochs: 3
-optimizer: {name: sgd, lr: 0.05, momentum: 0.9}
-schedule: constant
-batch_norm: {statistics: synchronised}
-grid: auto
-plan: auto
-averager: auto
-machine: FOLDER/machine.yaml
-deadline_seconds: 60
-"""
+CONFIG = tiny(
+    "data: {train: FOLDER/train.h5}, batch: 8, epochs: 3, batch_norm: {statistics: synchronised}, "
+    "grid: auto, plan: auto, averager: auto, machine: FOLDER/machine.yaml"
+)
 
 
 @pytest.fixture

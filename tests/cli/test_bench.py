@@ -21,24 +21,11 @@ from hpctrain.runs.directory import RunDirectory
 from hpctrain.storage import checkpoint
 from hpctrain_testing.run import Outcome
 from tests.support.here import run_here
-from tests.support.tiny_runs import Start, hpctrain, newest_run, prepare
+from tests.support.tiny_runs import Start, hpctrain, newest_run, prepare, tiny
 
 pytestmark = pytest.mark.slow
 
-CONFIG = """
-name: tiny
-seed: 7
-backend: numpy
-model: {name: small, channels: [4, 6], hidden: 9}
-data: {train: train.h5}
-batch: 12
-epochs: 3
-optimizer: {name: sgd, lr: 0.01, momentum: 0.9}
-schedule: constant
-averager: blocking
-batch_norm: {statistics: synchronised}
-deadline_seconds: 30
-"""
+CONFIG = tiny("data: {train: FOLDER/train.h5}, batch: 12, epochs: 3, averager: blocking, batch_norm: {statistics: synchronised}")
 
 
 @pytest.fixture

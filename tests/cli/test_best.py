@@ -13,25 +13,15 @@ from hpctrain.runs import directory as best_record
 from hpctrain.runs.directory import BestRecord, RunDirectory
 from hpctrain.storage import checkpoint
 from tests.support.run_in_process import Killed
-from tests.support.tiny_runs import hpctrain, newest_run, prepare, whole_lines
+from tests.support.tiny_runs import hpctrain, newest_run, prepare, tiny, whole_lines
 
 pytestmark = pytest.mark.slow
 
 #: so high a learning rate that accuracies and losses rise and fall
-CONFIG = """
-name: tiny
-seed: 7
-backend: numpy
-progress: test
-model: {name: small, channels: [4], hidden: 9}
-data: {train: FOLDER/train.h5, test: FOLDER/test.h5}
-batch: 16
-epochs: 5
-optimizer: {name: sgd, lr: 0.5, momentum: 0.9}
-schedule: constant
-checkpoint: {keep: 1}
-deadline_seconds: 60
-"""
+CONFIG = tiny(
+    "model: {name: small, channels: [4], hidden: 9}, epochs: 5, optimizer: {name: sgd, lr: 0.5, momentum: 0.9}, "
+    "checkpoint: {keep: 1}"
+)
 EARLY = (
     "epochs=9",
     "optimizer={name: adamw, lr: 0.005, clip_norm: 1.0}",

@@ -8,22 +8,14 @@ import pytest
 
 from hpctrain.data.writer import write_data_file
 from hpctrain_testing.run import Outcome
-from tests.support.tiny_runs import accuracy, assert_same, hpctrain, newest_checkpoint, sentence, whole_lines
+from tests.support.tiny_runs import accuracy, assert_same, hpctrain, newest_checkpoint, sentence, tiny, whole_lines
 
 pytestmark = pytest.mark.slow
 
-CONFIG = """
-name: tiny
-backend: numpy
-progress: test
-model: {name: small, channels: [3], hidden: 5}
-data: {train: train.h5, test: test.h5}
-batch: 16
-epochs: 2
-optimizer: {name: sgd, lr: 0.1, momentum: 0.9}
-schedule: constant
-deadline_seconds: 60
-"""
+CONFIG = tiny(
+    "model: {name: small, channels: [3], hidden: 5}, data: {train: train.h5, test: test.h5}, "
+    "optimizer: {name: sgd, lr: 0.1, momentum: 0.9}"
+)
 NAMES = ("cat", "dog", "owl")
 SHUFFLED = ("owl", "cat", "dog")
 

@@ -15,7 +15,7 @@ from hpctrain_testing.run import Outcome
 from tests.support.here import run_here
 from tests.support.newest_checkpoint import read_newest
 from tests.support.sampling import amount
-from tests.support.tiny_runs import write_images
+from tests.support.tiny_runs import tiny, write_images
 
 Job = Callable[..., Outcome]
 
@@ -27,20 +27,10 @@ STEPS = 3
 _SECONDS_PER_RANK = 9  # on two cores that other tests use, too
 _LEAST_SECONDS = 180
 
-CONFIG = f"""
-name: many
-seed: 7
-model: {{name: small, channels: [4, 6], hidden: 9}}
-data: {{train: train.h5}}
-batch: {2 * RANKS}
-epochs: 1
-optimizer: {{name: sgd, lr: 0.01, momentum: 0.9}}
-schedule: constant
-batch_norm: {{statistics: synchronised}}
-progress: test
-deadline_seconds: 300
-checkpoint: {{every_steps: {STEPS}}}
-"""
+CONFIG = tiny(
+    f"name: many, backend: auto, data: {{train: train.h5}}, batch: {2 * RANKS}, epochs: 1, deadline_seconds: 300, "
+    f"batch_norm: {{statistics: synchronised}}, checkpoint: {{every_steps: {STEPS}}}"
+)
 
 
 @pytest.fixture

@@ -24,6 +24,7 @@ from tests.support.tiny_runs import (
     newest_run,
     prepare,
     sentence,
+    tiny,
     write_images,
 )
 
@@ -31,22 +32,10 @@ pytestmark = pytest.mark.slow
 
 SAMPLES = 75
 SHAPE = (7, 6, 1)
-CONFIG = """
-name: tiny
-seed: 7
-backend: numpy
-progress: test
-model: {name: small, channels: [3], hidden: 5}
-data:
-  train: FOLDER/train.h5
-  test: FOLDER/test.h5
-batch: 16
-epochs: 2
-optimizer: {name: sgd, lr: 0.05, momentum: 0.9}
-schedule: {name: cosine, warmup_epochs: 0.5}
-metrics: {interval_seconds: 1.0e-9}
-deadline_seconds: 60
-"""
+CONFIG = tiny(
+    "model: {name: small, channels: [3], hidden: 5}, schedule: {name: cosine, warmup_epochs: 0.5}, "
+    "metrics: {interval_seconds: 1.0e-9}"
+)
 
 
 @pytest.fixture

@@ -22,22 +22,11 @@ from hpctrain.runs.directory import flight_directory
 from hpctrain_testing import faults
 from hpctrain_testing.run import Outcome
 from tests.support.job_pairs import Pair, Tally, reference_of, run_pairs
-from tests.support.tiny_runs import hpctrain, prepare
+from tests.support.tiny_runs import hpctrain, prepare, tiny
 
 Job = Callable[..., Outcome]
 
-CONFIG = """
-name: tiny
-seed: 7
-model: {name: small, channels: [4, 6], hidden: 9}
-data: {train: FOLDER/train.h5, test: FOLDER/train.h5}
-batch: 12
-epochs: 1
-optimizer: {name: sgd, lr: 0.01, momentum: 0.9}
-schedule: constant
-deadline_seconds: 30
-output: FOLDER/runs
-"""
+CONFIG = tiny("backend: auto, data: {train: FOLDER/train.h5, test: FOLDER/train.h5}, batch: 12, epochs: 1, output: FOLDER/runs")
 
 
 @pytest.fixture

@@ -29,28 +29,18 @@ from tests.support.tiny_runs import (
     newest_run,
     prepare,
     sentence,
+    tiny,
     whole_lines,
 )
 
 pytestmark = pytest.mark.slow
 
-CONFIG = """
-name: tiny
-seed: 7
-backend: numpy
-model: {name: small, channels: [4, 6], hidden: 9, dropout: 0.2}
-data:
-  train: FOLDER/train.h5
-  test: FOLDER/test.h5
-  augment: [{name: pad_crop, padding: 1}, {name: flip}]
-batch: 16
-epochs: 2
-optimizer: {name: sgd, lr: 0.05, momentum: 0.9, weight_decay: 1.0e-3}
-schedule: {name: cosine, warmup_epochs: 0.5}
-checkpoint: {keep: 9}
-metrics: {interval_seconds: 0.01}
-deadline_seconds: 30
-"""
+CONFIG = tiny(
+    "model: {name: small, channels: [4, 6], hidden: 9, dropout: 0.2}, "
+    "data: {train: FOLDER/train.h5, test: FOLDER/test.h5, augment: [{name: pad_crop, padding: 1}, {name: flip}]}, "
+    "optimizer: {name: sgd, lr: 0.05, momentum: 0.9, weight_decay: 1.0e-3}, schedule: {name: cosine, warmup_epochs: 0.5}, "
+    "checkpoint: {keep: 9}, metrics: {interval_seconds: 0.01}"
+)
 
 
 @pytest.fixture
@@ -296,8 +286,10 @@ def test_a_plan_takes_shape_and_classes_of_images_that_do_not_exist_yet(folder: 
 
 # -- images of several sizes by epoch ------------------------------------------------------------------------------------------
 
-BY_SIZE = CONFIG.replace("[4, 6], hidden: 9, dropout: 0.2", "[3], hidden: 5").replace("epochs: 2", "epochs: 3") + (
-    "dtype: float64\nbatch_norm: {statistics: synchronised}\nprogress: test\n"
+BY_SIZE = tiny(
+    "model: {name: small, channels: [3], hidden: 5}, epochs: 3, dtype: float64, batch_norm: {statistics: synchronised}, "
+    "data: {train: FOLDER/train.h5, test: FOLDER/test.h5, augment: [{name: pad_crop, padding: 1}, {name: flip}]}, "
+    "schedule: {name: cosine, warmup_epochs: 0.5}, checkpoint: {keep: 9}"
 )
 CHANGING = "data.sizes=[{size: 10}, {from_epoch: 1, size: 16}, {from_epoch: 2, size: 12}]"
 

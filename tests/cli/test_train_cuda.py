@@ -19,26 +19,27 @@ from hpctrain.planner.planned_run import description, prepare
 from hpctrain_testing.run import Outcome
 from tests.support.emulated import EmulatedDeviceFactory
 from tests.support.here import run_here
-from tests.support.tiny_runs import Start, accuracy, assert_close, assert_same, hpctrain, newest_checkpoint, newest_run, sentence
+from tests.support.tiny_runs import (
+    Start,
+    accuracy,
+    assert_close,
+    assert_same,
+    hpctrain,
+    newest_checkpoint,
+    newest_run,
+    sentence,
+    tiny,
+)
 from tests.support.tiny_runs import prepare as prepare_folder
 
 pytestmark = pytest.mark.slow
 
-CONFIG = """
-name: tiny
-seed: 7
-backend: cuda
-model: {name: small, channels: [4, 6], hidden: 9, dropout: 0.2}
-data:
-  train: train.h5
-  test: test.h5
-  augment: [{name: pad_crop, padding: 1}, {name: flip}]
-batch: 16
-epochs: 2
-optimizer: {name: sgd, lr: 0.05, momentum: 0.9, weight_decay: 1.0e-3, clip_norm: 0.5}
-schedule: {name: cosine, warmup_epochs: 0.5}
-deadline_seconds: 30
-"""
+CONFIG = tiny(
+    "backend: cuda, model: {name: small, channels: [4, 6], hidden: 9, dropout: 0.2}, "
+    "data: {train: FOLDER/train.h5, test: FOLDER/test.h5, augment: [{name: pad_crop, padding: 1}, {name: flip}]}, "
+    "optimizer: {name: sgd, lr: 0.05, momentum: 0.9, weight_decay: 1.0e-3, clip_norm: 0.5}, "
+    "schedule: {name: cosine, warmup_epochs: 0.5}"
+)
 
 Run = Callable[..., Outcome]
 

@@ -15,28 +15,16 @@ from tests.support.tiny_runs import (
     newest_checkpoint,
     newest_run,
     prepare,
+    tiny,
     whole_lines,
 )
 
-CONFIG = """
-name: tiny
-seed: 7
-backend: numpy
-dtype: float64
-model: {name: small, channels: [4, 6], hidden: 9, dropout: 0.2}
-data:
-  train: FOLDER/train.h5
-  test: FOLDER/test.h5
-  augment: [{name: pad_crop, padding: 1}, {name: flip}]
-batch: 16
-epochs: 2
-optimizer: {name: sgd, lr: 0.05, momentum: 0.9, weight_decay: 1.0e-3, clip_norm: 0.4}
-schedule: {name: cosine, warmup_epochs: 0.5}
-batch_norm: {statistics: synchronised}
-checkpoint: {keep: 9}
-progress: test
-deadline_seconds: 30
-"""
+CONFIG = tiny(
+    "dtype: float64, model: {name: small, channels: [4, 6], hidden: 9, dropout: 0.2}, "
+    "data: {train: FOLDER/train.h5, test: FOLDER/test.h5, augment: [{name: pad_crop, padding: 1}, {name: flip}]}, "
+    "optimizer: {name: sgd, lr: 0.05, momentum: 0.9, weight_decay: 1.0e-3, clip_norm: 0.4}, "
+    "schedule: {name: cosine, warmup_epochs: 0.5}, batch_norm: {statistics: synchronised}, checkpoint: {keep: 9}"
+)
 
 DOMAIN = ("plan.default=domain",)
 MODEL = ("plan.default=model",)

@@ -28,22 +28,12 @@ from hpctrain.runs.directory import RunDirectory, runs
 from hpctrain.runs.state import RunState
 from hpctrain_testing.run import clean_environment
 from tests.support.recorded import SECOND, record
+from tests.support.tiny_runs import tiny
 
-_CONFIG = """
-name: tiny
-backend: numpy
-progress: test
-threads: 1
-model: {name: small, channels: [4, 6], hidden: 9}
-data: {train: synthetic, test: synthetic, synthetic: {height: 9, width: 9, samples: 64, test_samples: 16, classes: 3}}
-batch: 8
-epochs: EPOCHS
-optimizer: {name: sgd, lr: 0.01}
-schedule: constant
-checkpoint: {every_epochs: 1}
-metrics: {interval_seconds: 0.1}
-deadline_seconds: 60
-"""
+_CONFIG = tiny(
+    "threads: 1, batch: 8, epochs: EPOCHS, metrics: {interval_seconds: 0.1}, data: {train: synthetic, test: synthetic, "
+    "synthetic: {height: 9, width: 9, samples: 64, test_samples: 16, classes: 3}}"
+)
 
 _ANY_TIME = re.compile(r"[\d.:]+( s)? ago")
 

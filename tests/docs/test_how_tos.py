@@ -18,21 +18,12 @@ from hpctrain.parallel import sharding_rules
 from hpctrain.runs.directory import RunDirectory
 from tests.support import how_tos
 from tests.support.runs import train_virtual
+from tests.support.tiny_runs import tiny
 
-_TRAINING = """
-name: tiny
-backend: numpy
-progress: test
-model: {{name: small, channels: [4, 6], hidden: 9}}
-data: {{train: synthetic, test: synthetic, synthetic: {{height: 9, width: 9, samples: 24, test_samples: 8, classes: 3}}}}
-batch: 8
-epochs: 2
-optimizer: {{name: sgd, lr: 0.05}}
-schedule: constant
-metrics: {{reporters: [{{name: "my_wandb.py:Wandb", project: garments}}]}}
-deadline_seconds: 60
-output: {folder}/runs
-"""
+_TRAINING = tiny(
+    "batch: 8, metrics: {reporters: [{name: 'my_wandb.py:Wandb', project: garments}]}, output: FOLDER/runs, "
+    "data: {train: synthetic, test: synthetic, synthetic: {height: 9, width: 9, samples: 24, test_samples: 8, classes: 3}}"
+)
 
 
 @pytest.fixture
@@ -100,7 +91,7 @@ def test_adding_a_strategy() -> None:
 @pytest.mark.usefixtures("followed")
 def test_a_training_reports_to_a_tracker_of_ones_own(tmp_path: Path) -> None:
     file = tmp_path / "tiny.yaml"
-    file.write_text(_TRAINING.format(folder=tmp_path))
+    file.write_text(_TRAINING.replace("FOLDER", str(tmp_path)))
     train_virtual(1, file)
     (run,) = (tmp_path / "runs").iterdir()
     wandb = sys.modules["wandb"]

@@ -29,25 +29,14 @@ from hpctrain.training.snapshot import Position
 from hpctrain.training.trainer import Trainer
 from hpctrain_testing.virtual.communicator import ThreadCommunicator
 from hpctrain_testing.virtual.run import run_virtual, virtual_engine
+from tests.support.tiny_runs import tiny
 
 RANKS, ODD = 3, 1
 OVERRIDES = ("data.synthetic={height: 8, width: 8, classes: 3, samples: 24, test_samples: 9}", "model.hidden=4")
-CONFIG = """
-name: tiny
-backend: numpy
-dtype: float64
-progress: test
-model: {name: small, channels: [2, 2]}
-data: synthetic
-batch: 6
-epochs: 2
-optimizer: {name: sgd, lr: 0.01}
-schedule: constant
-hashes: {every_steps: 4}
-on_nonfinite: rollback
-checkpoint: {every_epochs: 1, asynchronous: true}
-flight: none
-"""
+CONFIG = tiny(
+    "dtype: float64, model: {name: small, channels: [2, 2]}, data: synthetic, batch: 6, hashes: {every_steps: 4}, "
+    "on_nonfinite: rollback, checkpoint: {every_epochs: 1, asynchronous: true}, flight: none"
+)
 #: phases that `enter` compares at once, in the order of a run that resumes, and of one that begins
 RESUMED = [
     *(RunPhase.START, RunPhase.FIND, RunPhase.BUILD, RunPhase.AGREE, RunPhase.LOAD, RunPhase.OPEN, RunPhase.INTRODUCE),

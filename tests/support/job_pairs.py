@@ -37,6 +37,7 @@ from hpctrain.storage import checkpoint
 from hpctrain.storage.atomic_write import write_json
 from hpctrain_testing.lab import Lab, take_down_at_termination
 from hpctrain_testing.run import StartedJob
+from tests.support.tiny_runs import tiny
 
 #: a meeting, whether the first job is killed, and the seed of all other choices
 Pair = tuple[str, bool, int]
@@ -44,23 +45,11 @@ Pair = tuple[str, bool, int]
 MEETINGS = ("start", "step", "write", "resume", "submit", "prune")
 
 _STEPS = 80
-_CONFIG = f"""
-name: pair
-seed: 3
-model: {{name: small, channels: [4, 6], hidden: 400}}
-data:
-  train: synthetic
-  test: synthetic
-  synthetic: {{height: 12, width: 12, channels: 1, classes: 3, samples: 80, test_samples: 9}}
-batch: 8
-epochs: {_STEPS // 10}
-optimizer: {{name: sgd, lr: 0.05, momentum: 0.9}}
-schedule: constant
-backend: numpy
-threads: 1
-checkpoint: {{every_steps: 4, keep: 100}}
-metrics: {{interval_seconds: 0.0001}}
-"""
+_CONFIG = tiny(
+    "name: pair, seed: 3, model: {name: small, channels: [4, 6], hidden: 400}, data: {train: synthetic, test: synthetic, "
+    "synthetic: {height: 12, width: 12, channels: 1, classes: 3, samples: 80, test_samples: 9}}, batch: 8, threads: 1, "
+    f"epochs: {_STEPS // 10}, checkpoint: {{every_steps: 4, keep: 100}}, metrics: {{interval_seconds: 0.0001}}"
+)
 _PATIENCE_SECONDS = 600.0
 _CRASHES = ("Traceback", "Fatal Python error", "SIGBUS", "Bus error", "Segmentation")
 _REFUSALS = ("is being written to by", "was taken over by", "was released by")
@@ -128,11 +117,6 @@ class SeenCheckpoints:
                 self.seen |= {path for _, path in checkpoint.checkpoints(directory)}
 
 
-def prepare(folder: Path) -> None:
-    """Write the configuration."""
-    (folder / "pair.yaml").write_text(_CONFIG)
-
-
 def final_digest(folder: Path) -> dict[str, bytes]:
     """Return the tensors of the last checkpoint of the run in a folder that has all steps."""
     path = next(path for path in folder.glob("runs/*/checkpoints/*.h5") if path.name == f"checkpoint-{_STEPS:08d}.h5")
@@ -143,7 +127,7 @@ def run_pair(folder: Path, lab: Lab | None, pair: Pair, reference: dict[str, byt
     """Run one pair, and judge what it leaves."""
     meeting, kills, seed = pair
     draws, name = random.Random(seed), f"{meeting}, seed {seed}, {'two hosts' if lab else 'one host'}"
-    prepare(folder)
+    (folder / "pair.yaml").write_text(_CONFIG)
     hosts = (0, draws.choice((0, 1, 1)))
     seen, jobs = SeenCheckpoints(folder), list[Job]()
     train = ("train", "pair.yaml", "--resume", "auto", "output=runs")
@@ -246,7 +230,7 @@ def _judge_runs(folder: Path, seen: set[Path], pruned: bool, name: str, referenc
 def reference_of(folder: Path) -> dict[str, bytes]:
     """Return the last tensors of an undisturbed run."""
     folder.mkdir()
-    prepare(folder)
+    (folder / "pair.yaml").write_text(_CONFIG)
     code, said = Job(folder, None, 0, ("train", "pair.yaml", "output=runs")).end()
     assert code == FINISHED, said
     return final_digest(folder)

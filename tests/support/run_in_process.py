@@ -9,12 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
-from hpctrain.data.writer import write_data_file
 from hpctrain.training.metrics import RunningSums
 from hpctrain.training.replica import Replica
+from tests.support import tiny_runs
 from tests.support.runs import train_virtual
 
 SAMPLES, BATCH = 10, 4
@@ -23,23 +22,10 @@ STEPS_PER_EPOCH = 3
 
 TEST_SAMPLES = 20
 
-CONFIG = """
-name: tiny
-seed: 7
-backend: numpy
-threads: 1
-progress: none
-model: {{name: small, channels: [2], hidden: 3}}
-data: {{train: {folder}/train.h5, test: {folder}/test.h5, prefetch: 0}}
-batch: {batch}
-epochs: 2
-optimizer: {{name: sgd, lr: 0.05, momentum: 0.9}}
-schedule: constant
-flight: none
-metrics: {{interval_seconds: 1.0e+9}}
-deadline_seconds: 60
-output: {folder}/runs
-"""
+CONFIG = tiny_runs.tiny(
+    f"model: {{name: small, channels: [2], hidden: 3}}, batch: {BATCH}, threads: 1, progress: none, flight: none, "
+    "data: {train: FOLDER/train.h5, test: FOLDER/test.h5, prefetch: 0}, metrics: {interval_seconds: 1.0e+9}, output: FOLDER/runs"
+)
 
 
 class Killed(BaseException):
@@ -48,11 +34,7 @@ class Killed(BaseException):
 
 def prepare(folder: Path) -> None:
     """A configuration and two small data files."""
-    random = np.random.default_rng(0)
-    for name, count in (("train", SAMPLES), ("test", TEST_SAMPLES)):
-        images = random.integers(0, 256, (count, 7, 6, 1), dtype=np.uint8)
-        write_data_file(folder / f"{name}.h5", count, (7, 6, 1), ["a", "b", "c"], [(images, random.integers(0, 3, count))])
-    (folder / "tiny.yaml").write_text(CONFIG.format(folder=folder, batch=BATCH))
+    tiny_runs.prepare(folder, CONFIG, SAMPLES, TEST_SAMPLES, (7, 6, 1))
 
 
 def train(folder: Path, *overrides: str, resume: str | None = None, steps: int = 0) -> None:

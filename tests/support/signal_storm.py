@@ -35,6 +35,7 @@ from hpctrain.launch.process_end import FINISHED, STOPPED
 from hpctrain.launch.process_start import HELD, STOPS
 from hpctrain.runs.directory import latest, software_versions
 from hpctrain_testing.run import StartedJob, find_mpiexec
+from tests.support import tiny_runs
 from tests.support.newest_checkpoint import read_newest
 
 QUIET = tuple(number for number in HELD if number not in STOPS)
@@ -45,20 +46,11 @@ _GAP_SECONDS = (0.1e-3, 0.7e-3)
 _BURST_SECONDS = 2.0
 _PATIENCE_SECONDS = 180.0
 
-_CONFIG = """
-name: storm
-seed: 7
-model: {{name: small, channels: [16, 16], hidden: 24, dropout: 0.2}}
-data: {{train: {folder}/train.h5, test: {folder}/test.h5, augment: [{{name: flip}}]}}
-batch: 32
-epochs: {epochs}
-optimizer: {{name: sgd, lr: 0.05, momentum: 0.9}}
-schedule: {{name: constant}}
-averager: {{name: sharded, bucket_bytes: 8192}}
-progress: test
-checkpoint: {{keep: 3}}
-deadline_seconds: 120
-"""
+_CONFIG = tiny_runs.tiny(
+    "name: storm, backend: auto, model: {name: small, channels: [16, 16], hidden: 24, dropout: 0.2}, batch: 32, epochs: EPOCHS, "
+    "data: {train: FOLDER/train.h5, test: FOLDER/test.h5, augment: [{name: flip}]}, checkpoint: {keep: 3}, "
+    "averager: {name: sharded, bucket_bytes: 8192}, deadline_seconds: 120"
+)
 
 
 @dataclass(frozen=True)
@@ -89,13 +81,7 @@ class Tally:
 
 def prepare(folder: Path, images: int = 1024, epochs: int = 6) -> None:
     """Data and configuration for jobs in `folder`."""
-    from hpctrain.data.writer import write_data_file
-
-    draws = np.random.default_rng(0)
-    for name, count in (("train", images), ("test", 64)):
-        pixels = draws.integers(0, 256, (count, 14, 14, 3), dtype=np.uint8)
-        write_data_file(folder / f"{name}.h5", count, (14, 14, 3), ["a", "b", "c"], [(pixels, draws.integers(0, 3, count))])
-    (folder / "storm.yaml").write_text(_CONFIG.format(folder=folder, epochs=epochs))
+    tiny_runs.prepare(folder, _CONFIG.replace("EPOCHS", str(epochs)), images, 64, (14, 14, 3), "storm.yaml")
 
 
 class StormJob(StartedJob):

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
+import yaml
 
 from hpctrain.data.writer import write_data_file
 from hpctrain.runs.directory import RunDirectory, latest
@@ -17,6 +18,16 @@ from tests.support.newest_checkpoint import read_newest
 #: `run_here`, or `run_job` for processes and a real MPI
 Start = Callable[..., Outcome]
 _SHAPE = (9, 8, 1)
+_CONFIG = """
+{name: tiny, seed: 7, backend: numpy, progress: test, model: {name: small, channels: [4, 6], hidden: 9},
+ data: {train: FOLDER/train.h5, test: FOLDER/test.h5}, batch: 16, epochs: 2, optimizer: {name: sgd, lr: 0.05, momentum: 0.9},
+ schedule: constant, deadline_seconds: 60}
+"""
+
+
+def tiny(sections: str) -> str:
+    """Return the text of a configuration of a tiny run, with `sections` (YAML without braces) in place of its own."""
+    return yaml.safe_dump(yaml.safe_load(_CONFIG) | yaml.safe_load(f"{{{sections}}}"), sort_keys=False)
 
 
 def write_images(
@@ -28,8 +39,10 @@ def write_images(
     write_data_file(path, count, shape, list(names), [(images, random.integers(0, len(names), count))])
 
 
-def prepare(folder: Path, config: str, train: int = 75, test: int = 21, shape: tuple[int, int, int] = _SHAPE) -> Path:
-    """Write `tiny.yaml`, with FOLDER in its text replaced, `train.h5` and `test.h5`, and return the folder.
+def prepare(
+    folder: Path, config: str, train: int = 75, test: int = 21, shape: tuple[int, int, int] = _SHAPE, file: str = "tiny.yaml"
+) -> Path:
+    """Write the configuration, with FOLDER in its text replaced, `train.h5` and `test.h5`, and return the folder.
 
     Args:
         train, test: the number of images; 0: no test file.
@@ -37,7 +50,7 @@ def prepare(folder: Path, config: str, train: int = 75, test: int = 21, shape: t
     write_images(folder / "train.h5", train, shape=shape)
     if test:
         write_images(folder / "test.h5", test, seed=1, shape=shape)
-    (folder / "tiny.yaml").write_text(config.replace("FOLDER", str(folder)))
+    (folder / file).write_text(config.replace("FOLDER", str(folder)))
     return folder
 
 

@@ -16,12 +16,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-
-from hpctrain.data.writer import write_data_file
 from hpctrain_testing.lab import Lab
 from hpctrain_testing.lab import missing as missing_for_a_lab
 from hpctrain_testing.run import clean_environment, find_mpiexec
+from tests.support.tiny_runs import prepare, tiny
 
 HOSTS = ("h0", "h1")
 SITE = "two-hosts"
@@ -45,22 +43,11 @@ setup:
 environment:
   PYTHONPATH: {{value: "{top}", why: these files}}
 """
-_CONFIG = """
-name: tiny
-seed: 7
-backend: numpy
-model: {{name: small, channels: [4, 6], hidden: 9, dropout: 0.2}}
-data: {{train: train.h5, test: train.h5}}
-batch: 12
-epochs: 40
-optimizer: {{name: sgd, lr: 0.01, momentum: 0.9}}
-schedule: constant
-progress: test
-deadline_seconds: {deadline}
-evaluate: {{every_epochs: 20}}
-checkpoint: {{every_epochs: 20}}
-metrics: {{interval_seconds: 0.1}}
-"""
+_CONFIG = tiny(
+    "model: {name: small, channels: [4, 6], hidden: 9, dropout: 0.2}, data: {train: train.h5, test: train.h5}, batch: 12, "
+    f"epochs: 40, deadline_seconds: {DEADLINE_SECONDS}, evaluate: {{every_epochs: 20}}, checkpoint: {{every_epochs: 20}}, "
+    "metrics: {interval_seconds: 0.1}"
+)
 
 
 def missing() -> str | None:
@@ -110,10 +97,7 @@ class TwoHosts:
         profile.parent.mkdir(parents=True)
         profile.write_text(_PROFILE.format(options=_OPTIONS[flavour()].format(shell=shell), top=_TOP, end=_END))
         (self.folder / "hosts").write_text("".join(f"{host}\n" for host in HOSTS))
-        random = np.random.default_rng(0)
-        images = random.integers(0, 256, (240, 9, 8, 1), dtype=np.uint8)
-        write_data_file(self.folder / "train.h5", 240, (9, 8, 1), ["a", "b", "c"], [(images, random.integers(0, 3, 240))])
-        (self.folder / "tiny.yaml").write_text(_CONFIG.format(deadline=DEADLINE_SECONDS))
+        prepare(self.folder, _CONFIG, 240, 0)
 
     def submit(self, *arguments: str) -> HostJob:
         """Submit a job from the first host, on both."""
