@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
-import sys
 import tomllib
 import zipfile
 from importlib.metadata import version
@@ -28,14 +26,6 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     site = tmp_path_factory.mktemp("site")
     zipfile.ZipFile(wheel.build(tmp_path_factory.mktemp("build"))).extractall(site)
     return site
-
-
-def _hpctrain(installed: Path, directory: Path, *arguments: str) -> str:
-    environment = {**os.environ, "PYTHONPATH": str(installed)}
-    command = [sys.executable, "-m", "hpctrain", *arguments]
-    done = subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True, timeout=100)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
 
 
 @pytest.mark.job
@@ -111,20 +101,6 @@ def test_the_fast_kernels_are_installed_where_they_run(installed: Path) -> None:
     assert f'Requires-Dist: {mpich}; extra == "local"' in lines
     extras = {line.partition(": ")[2] for line in lines if line.startswith("Provides-Extra")}
     assert extras == {"local", "export", "onnx", "parity", "gpu12", "gpu13", "dev"}
-
-
-@pytest.mark.job
-@pytest.mark.skipif(wheel.SETUPTOOLS_IS_OLD, reason=wheel.NO_BUILD)
-def test_the_examples_of_an_installation_can_be_copied_and_checked(installed: Path, tmp_path: Path) -> None:
-    code = "import hpctrain; print(hpctrain.__file__)"
-    environment = {**os.environ, "PYTHONPATH": str(installed)}
-    used = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
-    assert used.stdout.startswith(str(installed))  # not this repository
-    _hpctrain(installed, tmp_path, "config", "copy")
-    assert (tmp_path / "jobs" / "slurm.sbatch").is_file()
-    assert "ok: " in _hpctrain(installed, tmp_path, "config", "check", "configs/quickstart.yaml")
-    script = _hpctrain(installed, tmp_path, "submit", "configs/quickstart.yaml", "--site", "slurm", "--dry-run")
-    assert "TRAIN=(configs/quickstart.yaml)" in script
 
 
 def test_there_is_one_version() -> None:

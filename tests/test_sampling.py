@@ -79,10 +79,6 @@ def test_a_large_product_is_covered_and_a_costly_test_sampled(choose: Choose) ->
     assert "test_long[]" not in names
 
 
-def test_a_seed_draws_the_same_and_another_seed_others(choose: Choose) -> None:
-    assert choose("usual", "1") == choose("usual", "1") != choose("usual", "2")
-
-
 def test_shares_of_the_files_are_all_files(monkeypatch: pytest.MonkeyPatch) -> None:
     config: Any = SimpleNamespace(args=(), getoption=lambda name: "usual")
     seen = list[Path]()
@@ -91,11 +87,6 @@ def test_shares_of_the_files_are_all_files(monkeypatch: pytest.MonkeyPatch) -> N
         plugin = Sampling(config)
         seen += [file for file in sampling.TESTS.rglob("test_*.py") if plugin.pytest_ignore_collect(file) is None]
     assert sorted(seen) == sorted(sampling.TESTS.rglob("test_*.py"))
-
-
-@pytest.mark.parametrize("name", ["test_product", "test_product[2-u]"])
-def test_a_named_test_runs_whole(choose: Choose, name: str) -> None:
-    assert sum(chosen.startswith("test_product") for chosen in choose("usual", arguments=(f"{FILE}::{name}",))) == 30
 
 
 def _item(*marks: str) -> Any:

@@ -102,13 +102,6 @@ def names_in(path: Path) -> set[str]:
     return names
 
 
-def test_eight_files_exist() -> None:
-    files = [cells[0].strip("`") for cells in rows("Eight files to read first")]
-    assert len(files) == 8
-    for name in files:
-        assert (ROOT / "hpctrain" / name).is_file(), name
-
-
 def test_every_question_has_an_answer_and_every_term_one_meaning() -> None:
     assert len(QUESTIONS) >= 10
     for question, answer, where in QUESTIONS:

@@ -28,7 +28,6 @@ from hpctrain.optim.optimizers import Sgd
 from hpctrain.parallel.groups import RankStatistics
 from hpctrain_testing.emulator.device import EmulatedDevice
 from hpctrain_testing.virtual.communicator import ThreadCommunicator
-from hpctrain_testing.virtual.counters import Count, Counters, CountingCommunicator
 from hpctrain_testing.virtual.run import run_virtual, virtual_engine
 from tests.support import nets
 from tests.support.averaging import OPTIMIZERS, Watched, averaged, make_group, run_steps
@@ -151,13 +150,6 @@ def test_messages_match_by_tag(world: Communicator, progress: ProgressEngine) ->
         np.testing.assert_array_equal(buffer, _values(left, tag, "float32"))
 
 
-@pytest.mark.parallel(RANKS)
-def test_multidimensional_buffers_travel_whole(world: Communicator, progress: ProgressEngine) -> None:
-    buffer = np.full((2, 3, 5), world.rank + 1.0)
-    _wait(progress, world.iallreduce(buffer))
-    np.testing.assert_array_equal(buffer, np.full((2, 3, 5), world.size * (world.size + 1) / 2))
-
-
 @pytest.mark.parallel([2, 3])
 def test_strided_buffers_are_refused(world: Communicator) -> None:
     strided = np.zeros((4, 4))[:, 1]
@@ -219,32 +211,6 @@ def test_split_without_color_returns_nothing(world: Communicator) -> None:
 def test_one_node_holds_all_ranks_of_this_machine(world: Communicator) -> None:
     node = world.split_shared_memory("node")
     assert (node.rank, node.size) == (world.rank, world.size)
-
-
-@pytest.mark.parallel(RANKS)
-def test_it_is_a_communicator(world: Communicator) -> None:
-    assert isinstance(world, Communicator)
-    assert isinstance(world.ibarrier(), Handle)
-
-
-@pytest.mark.parallel([1, 2, 3, 4])
-def test_counts_of_a_step(world: Communicator, progress: ProgressEngine) -> None:
-    ranks, rank, counters = world.size, world.rank, Counters()
-    comm = CountingCommunicator(world, counters)
-    data = comm.split(0, rank, "data")
-    assert data is not None
-    counts = [2 * r + 1 for r in range(ranks)]
-    n, start = sum(counts), rank**2
-    send, mine, everyone, total = np.arange(n, dtype=np.float64), np.zeros(counts[rank]), np.zeros(n), np.ones(n)
-    progress.wait_handle(data.ireduce_scatter(send, mine, counts), "reduce-scatter")
-    np.testing.assert_array_equal(mine, ranks * send[start : start + counts[rank]])
-    progress.wait_handle(data.iallgather(mine, everyone, counts), "allgather")
-    np.testing.assert_array_equal(everyone, ranks * send)
-    progress.wait_handle(comm.iallreduce(total), "allreduce")
-    np.testing.assert_array_equal(total, np.full(n, ranks))
-    others = Count(1, 8 * n, 8 * (n - counts[rank]))
-    assert counters["data", "ireduce_scatter"] == counters["data", "iallgather"] == others
-    assert counters["world", "iallreduce"] == Count(1, 8 * n, 16 * (n - (n // ranks + (rank < n % ranks))))
 
 
 @pytest.mark.mpi_differs

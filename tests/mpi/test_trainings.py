@@ -182,30 +182,6 @@ def test_ranks_without_samples_change_nothing(world: Communicator, progress: Pro
     assert distance(train(task, world, progress, Blocking).parameters, _single_rank(task).parameters) < 1e-10
 
 
-@pytest.mark.parallel(RANKS)
-def test_micro_batches_equal_one_large_batch(world: Communicator, progress: ProgressEngine) -> None:
-    task = Task(SMALL_MODELS["plain"], NumpyKernelSet(), USUAL_OPTIMIZERS["nesterov"])
-    split = train(replace(task, micro_batches=3), world, progress, Blocking)
-    assert distance(split.parameters, _single_rank(task).parameters) < 1e-10
-
-
-@pytest.mark.parallel(RANKS)
-def test_float32_follows_one_process_on_a_shallow_network(world: Communicator, progress: ProgressEngine) -> None:
-    task = Task(SMALL_MODELS["plain"], NumpyKernelSet(), USUAL_OPTIMIZERS["sgd"], dtype="float32")
-    assert distance(train(task, world, progress, Blocking).parameters, _single_rank(task).parameters) < 1e-4
-
-
-@pytest.mark.parallel(RANKS)
-def test_replicas_agree_bit_by_bit(world: Communicator, progress: ProgressEngine) -> None:
-    model = partial(nets.residual, synchronised=False)
-    task = Task(model, NumpyKernelSet(), USUAL_OPTIMIZERS["lars"], synchronised=False, dtype="float32")
-    mine = train(task, world, progress, Blocking)
-    first = world.broadcast_object((mine.parameters, mine.statistics))
-    for ours, theirs in zip((mine.parameters, mine.statistics), first, strict=True):
-        for name, values in ours.items():
-            assert np.array_equal(values, theirs[name]), name
-
-
 MODELS: dict[str, Callable[[], Any]] = {
     "small": partial(catalogue.build, "small", {"classes": 5, "channels_in": 3, "channels": (4, 6), "dropout": 0.2}),
     "resnet20": partial(catalogue.build, "resnet20", {"classes": 5, "width": 0.5}),

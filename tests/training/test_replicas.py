@@ -420,11 +420,11 @@ def test_a_device_trains_in_other_precisions(
 
 
 def test_layers_of_numpy_are_refused(cuda_kernels: CudaKernelsFactory) -> None:
-    from tests.testing.test_user_checks import Cube
+    from tests.testing.test_user_checks import Scale
 
-    model = Sequential({"cube": Cube(), "flatten": Flatten(), "fc": Linear(9 * 7 * 3, 2)})
+    model = Sequential({"scale": Scale(3), "flatten": Flatten(), "fc": Linear(9 * 7 * 3, 2)})
     network = Network(model, (9, 7, 3), cuda_kernels())
-    with pytest.raises(BackendError, match=r"Layer cube: The layer's code computes with NumPy.*use backend numpy or onednn\.$"):
+    with pytest.raises(BackendError, match=r"Layer scale: The layer's code computes with NumPy.*use backend numpy or onednn\.$"):
         network.program(2, training=True)
 
 

@@ -52,24 +52,6 @@ def test_a_missing_collective_is_a_deadlock_that_names_who_lacks(seed: int | Non
         run_virtual(7, program, seed=seed)
 
 
-@seeded
-def test_collectives_that_wait_for_each_other_on_two_communicators(seed: int | None) -> None:
-    """Each rank blocks in its own order: it waits for an operation that the other does not post."""
-
-    def program(comm: ThreadCommunicator) -> None:
-        split, data = comm.split(0, comm.rank, "split"), comm.split(0, comm.rank, "data")
-        assert split is not None
-        assert data is not None
-        for part in (split, data) if comm.rank else (data, split):
-            wait(part.iallreduce(np.zeros(1)))
-
-    with pytest.raises(DeadlockError, match="cycle: rank 0 -> rank 1 -> rank 0") as caught:
-        run_virtual(2, program, seed=seed)
-    assert "rank 0 waits" in str(caught.value)
-    assert "iallreduce 0 on data" in str(caught.value)
-    assert "iallreduce 0 on split" in str(caught.value)
-
-
 def test_two_sends_that_rely_on_buffering_deadlock_without_it() -> None:
     def program(comm: ThreadCommunicator) -> None:
         wait(comm.isend(np.zeros(1), 1 - comm.rank, 0))
