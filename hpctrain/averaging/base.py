@@ -463,7 +463,6 @@ class Strategy(ABC):
         sums_shards: whether the averager sums each gradient once per step and sends nothing else, so that sums may follow the
             order of shards.
         streams: streams on which the averager posts operations, in addition to the group's communicator.
-        messages_vary: whether messages differ from the slices of the schedule and change from step to step.
         accumulated: parameters whose gradients are added to those of earlier steps.
         chooses_on_host: whether the host chooses the elements to send, which NCCL cannot do.
 
@@ -475,7 +474,6 @@ class Strategy(ABC):
     adds_norms: ClassVar[bool] = False
     sums_shards: ClassVar[bool] = False
     streams: ClassVar[tuple[Stream, ...]] = ()
-    messages_vary: ClassVar[bool] = False
     chooses_on_host: ClassVar[bool] = False
     accumulated: Collection[str] = ()
 

@@ -35,31 +35,6 @@ class Transit(Protocol):
         """Return whether all copies to the mirrors are complete. Never waits."""
 
 
-@dataclass
-class StagedBytes:
-    """Number of bytes copied so far, to the host and from it."""
-
-    to_host: int = 0
-    from_host: int = 0
-
-
-@dataclass(frozen=True)
-class PinnedBytes:
-    """Pinned memory of the host that a rank's device copies from and to, in bytes. Small fixed buffers are not counted.
-
-    Attributes:
-        messages: mirrors of arrays that travel between processes.
-        images: batches of stored pixels.
-    """
-
-    messages: int
-    images: int
-
-    @property
-    def total(self) -> int:
-        return self.messages + self.images
-
-
 class HostMirrors(Protocol):
     """Mirrors of a device's arrays in the host's memory, and the copies to and from them.
 
@@ -68,11 +43,9 @@ class HostMirrors(Protocol):
     mirror.
 
     Attributes:
-        copied: bytes copied so far.
         pinned_bytes: bytes of all mirrors.
     """
 
-    copied: StagedBytes
     pinned_bytes: int
 
     def mirror(self, array: Array) -> np.ndarray:

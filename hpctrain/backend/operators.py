@@ -19,7 +19,7 @@ from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
-from hpctrain.backend.arithmetic import Arithmetic, PinnedBytes
+from hpctrain.backend.arithmetic import Arithmetic
 from hpctrain.backend.graph import Graph
 from hpctrain.backend.host_arithmetic import HostArithmetic
 from hpctrain.backend.pixels import PixelBatch
@@ -371,18 +371,6 @@ class KernelSet(ABC):
     def used_bytes(self) -> int | None:
         """Return the number of bytes of device memory in use; None if kernels compute in the process's own memory."""
         return None
-
-    def pinned_bytes(self) -> PinnedBytes | None:
-        """Return the number of bytes of pinned memory allocated so far; None if kernels compute in the host's memory."""
-        return None
-
-    def pinned_input_bytes(self, samples: int, stored: tuple[int, int, int], *, resizes: bool) -> int:
-        """Return the number of bytes of pinned memory for batches of at most `samples` stored images (h, w, C).
-
-        Args:
-            resizes: whether images are resized before their windows are read.
-        """
-        return 0
 
     def fuse(self, graph: Graph, *, training: bool) -> Graph:
         """Return the graph with neighbouring nodes replaced by this set's fused nodes. Other nodes are unchanged."""

@@ -22,9 +22,9 @@ from rich.table import Table
 
 from hpctrain.backend.cuda.device import Device
 from hpctrain.backend.cuda.kernel_set import CudaKernelSet
+from hpctrain.backend.host_arithmetic import HostArithmetic
 from hpctrain.backend.onednn.arithmetic import Team
 from hpctrain.backend.onednn.binding import Call, Engine, load
-from hpctrain.backend.onednn.kernel_set import OnednnKernelSet
 from hpctrain.backend.operators import KernelSet
 from hpctrain.backend.specs import item_bytes
 from hpctrain.bench.engine_step import EngineStep, LayerTime, Workload, fallbacks, gemm_peak, time_layers, timed
@@ -272,8 +272,9 @@ def measure(task: Workload, backend: str, steps: int, threads: int, precision: s
     primitives = profile(step.run, steps) if step.backend == "onednn" else None
     kernel, reorder, count = _account(primitives)
     serial = serial_time(step.run, steps) if step.backend == "onednn" else None
-    multiply = step.kernels.multiply if isinstance(step.kernels, OnednnKernelSet) else np.matmul
-    own_operators, others = fallbacks(step.program, on_host=step.kernels.arithmetic.on_host)
+    arithmetic = step.kernels.arithmetic
+    multiply = arithmetic.multiply if isinstance(arithmetic, HostArithmetic) else np.matmul
+    own_operators, others = fallbacks(step.program, on_host=arithmetic.on_host)
     return Measurement(
         model=task.model,
         backend=step.backend,

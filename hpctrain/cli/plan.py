@@ -423,9 +423,8 @@ def show(
     groups = planned_run.equal_split_groups(task)
     report = planned_run.description(task, [of_class[0] for of_class in groups])
     averaged = planned_run.group_schedules(task, LinkModel(alpha_seconds, beta_seconds_per_byte), ranks_per_node)
-    pinned = planned_run.pinned_memory(task, averaged)
     if as_json:
-        for line in plan_tables.json_lines(plan_tables.as_dict(task, report, groups, averaged, ranks_per_node, pinned)):
+        for line in plan_tables.json_lines(plan_tables.as_dict(task, report, groups, averaged, ranks_per_node)):
             echo(line)
         return
     advice = "Give --machine to learn whether fewer or more ranks would be faster."
@@ -435,7 +434,7 @@ def show(
 
         model = machine_file.read(str(machine or task.config.machine))
         advice = configured_search.ranks_advice(task, model, image, classes)
-    plan_tables.print_plan(task, report, averaged, ranks_per_node, pinned, advice)
+    plan_tables.print_plan(task, report, averaged, ranks_per_node, advice)
 
 
 @plan.command()

@@ -19,7 +19,7 @@ from hpctrain.core.text import counted
 from hpctrain.parallel.layout import LayoutKind
 from hpctrain.parallel.parallel_plan import ParallelPlan
 from hpctrain.parallel.plan_report import LayerReport, PlanReport, RedistributionReport, Traffic, Words
-from hpctrain.planner.planned_run import PlannedPinnedMemory, PlannedRun, averaging_bytes, micro_counts
+from hpctrain.planner.planned_run import PlannedRun, averaging_bytes, micro_counts
 from hpctrain.planner.program.group_schedules import GroupSchedule
 
 _COLUMNS = 100  # width without a terminal; the table of layers may be wider
@@ -35,7 +35,6 @@ def print_plan(
     report: PlanReport,
     averaged: Sequence[GroupSchedule],
     ranks_per_node: int | None,
-    pinned: PlannedPinnedMemory | None = None,
     advice: str = "",
 ) -> None:
     """Print the head, layers, totals, gradients, map of ranks, and advice to stdout. Lines are never truncated.
@@ -50,7 +49,6 @@ def print_plan(
     _print_layers(console, task, report)
     for line in (
         *_totals(report),
-        *_pinned(pinned),
         *_gradients(task, averaged),
         *_map(task.plan, ranks_per_node),
         *filter(None, [advice]),
@@ -148,16 +146,6 @@ def _totals(report: PlanReport) -> Iterator[str]:
         yield (
             f"Memory per rank: {arena} MB for the activations of a step and their gradients, as the program plans them; "
             f"{messages} MB for messages in its split group; {parameters} MB for parameters, and the same for their gradients."
-        )
-
-
-def _pinned(pinned: PlannedPinnedMemory | None) -> Iterator[str]:
-    if pinned is not None:
-        messages, images = ("?" if values is None else _megabytes(values, 1) for values in (pinned.messages, pinned.images))
-        unknown = " ? is known only in a run." if "?" in (messages, images) else ""
-        yield (
-            f"Pinned memory per rank: {messages} MB for mirrors of data between devices; {images} MB for batches of pixels "
-            f"that are sent to a device.{unknown}"
         )
 
 
@@ -281,14 +269,9 @@ def _ranks_by_value(by_rank: Sequence[_Value]) -> dict[_Value, list[int]]:
     return ranks
 
 
-def _rank_classes(n_ranks: int, **by_rank: Sequence[int] | None) -> list[dict[str, Any]]:
-    """Return a mapping for each class of ranks with equal numbers: the ranks as text, and the numbers by name.
-
-    Args:
-        by_rank: numbers by rank; None: unknown on every rank.
-    """
-    columns = [(None,) * n_ranks if numbers is None else numbers for numbers in by_rank.values()]
-    classes = _ranks_by_value(list(zip(*columns, strict=True)))
+def _rank_classes(n_ranks: int, **by_rank: Sequence[int]) -> list[dict[str, Any]]:
+    """Return a mapping for each class of ranks with equal numbers: the ranks as text, and the numbers by name."""
+    classes = _ranks_by_value(list(zip(*by_rank.values(), strict=True)))
     return [{"ranks": number_ranges(ranks), **dict(zip(by_rank, values, strict=True))} for values, ranks in classes.items()]
 
 
@@ -313,7 +296,6 @@ def as_dict(
     split_groups: Sequence[Sequence[int]],
     averaged: Sequence[GroupSchedule],
     ranks_per_node: int | None,
-    pinned: PlannedPinnedMemory | None = None,
 ) -> dict[str, Any]:
     """Return everything that `print_plan` shows as plain data: integers, in lists by class of equal ranks.
 
@@ -341,7 +323,6 @@ def as_dict(
             {"activations": of_rank.activations, "messages": of_rank.messages, "parameters": of_rank.parameters}
             for of_rank in memory
         ],
-        "pinned_bytes": None if pinned is None else _rank_classes(n_ranks, messages=pinned.messages, images=pinned.images),
         "averaging": [{key: value for key, value in schedule_dict(group).items() if key != "schedule"} for group in averaged],
         "averaging_bytes": _rank_classes(n_ranks, bytes=averaging_bytes(task, averaged)),
     }

@@ -1,7 +1,7 @@
 """Plan a configuration as a job, without MPI and without reading images.
 
 `prepare` puts a configuration on a grid and determines everything from which plans follow.
-`description`, `group_schedules` and `pinned_memory` return the consequences for each rank.
+`description` and `group_schedules` return the consequences for each rank.
 """
 
 from __future__ import annotations
@@ -13,19 +13,17 @@ from pathlib import Path
 
 import numpy as np
 
-from hpctrain.assembly.images import Images, evaluation_images, of_largest, open_images, training_images
+from hpctrain.assembly.images import of_largest, open_images, training_images
 from hpctrain.assembly.recipe import ImageFacts, Recipe
-from hpctrain.averaging.averagers import AVERAGERS, make_strategy
+from hpctrain.averaging.averagers import make_strategy
 from hpctrain.backend import specs as dtypes
 from hpctrain.backend.choice import Backend, make_backend
 from hpctrain.backend.graph import Graph
-from hpctrain.backend.operators import KernelSet, PixelInput
-from hpctrain.backend.specs import item_bytes, parameter_dtype
+from hpctrain.backend.operators import KernelSet
 from hpctrain.comm.link import LinkModel
 from hpctrain.config.schema import SYNTHETIC, Config
 from hpctrain.core.errors import ShapeError
-from hpctrain.data.pipeline import Pipeline, leaves_resize
-from hpctrain.data.sampler import counts
+from hpctrain.data.pipeline import Pipeline
 from hpctrain.models import catalogue
 from hpctrain.nn.initialise import constant
 from hpctrain.nn.network import ImageShape, Lowering, declared
@@ -35,7 +33,7 @@ from hpctrain.parallel.parallel_plan import ParallelPlan
 from hpctrain.parallel.plan_report import PlanReport, report_plan
 from hpctrain.planner.job import AveragerChoice, Candidate, Job
 from hpctrain.planner.program import group_schedules as schedules
-from hpctrain.planner.program.group_schedules import GroupSchedule, mirror_bytes
+from hpctrain.planner.program.group_schedules import GroupSchedule
 
 
 @dataclass(frozen=True)
@@ -242,73 +240,3 @@ def averaging_bytes(task: PlannedRun, planned: Sequence[GroupSchedule]) -> tuple
     """Return the bytes that each position exchanges in a step to average gradients, without norms."""
     item_bytes = dtypes.item_bytes(dtypes.parameter_dtype(task.config.dtype))
     return schedules.averaging_bytes(planned, task.plan.rows, len(task.counts), item_bytes)
-
-
-@dataclass(frozen=True)
-class PlannedPinnedMemory:
-    """Pinned memory in bytes, by position; None if only a run can determine it.
-
-    Attributes:
-        messages: mirrors of messages between devices. None for several nodes of several ranks, split layers, exchanged inputs and
-            errors, averagers whose messages vary (lazy and sparse), and transports other than staged.
-        images: batches of stored pixels. None if the data files do not exist yet.
-    """
-
-    messages: tuple[int, ...] | None
-    images: tuple[int, ...] | None
-
-
-def pinned_memory(task: PlannedRun, averaged: Sequence[GroupSchedule]) -> PlannedPinnedMemory | None:
-    """Return the pinned memory of a run; None if it computes in host memory.
-
-    Raises:
-        HpctrainError: a data file cannot be read.
-    """
-    if task.job.kernels.arithmetic.on_host:
-        return None
-    return PlannedPinnedMemory(_of_messages(task, averaged), _of_images(task))
-
-
-def _of_messages(task: PlannedRun, averaged: Sequence[GroupSchedule]) -> tuple[int, ...] | None:
-    in_levels = any(group.order is not None for group in averaged)
-    by_device = task.config.transport in ("mpi", "nccl")
-    varies = getattr(AVERAGERS.find(task.config.averager.name), "messages_vary", False)
-    if task.plan.rows > 1 or in_levels or by_device or varies:
-        return None
-    item = item_bytes(parameter_dtype(task.config.dtype))
-    of_groups = [mirror_bytes(group, item) for group in averaged]
-    if any(of_ranks is None for of_ranks in of_groups):
-        return None
-    return tuple(sum(of_ranks) for of_ranks in zip(*filter(None, of_groups), strict=True))
-
-
-def _of_images(task: PlannedRun) -> tuple[int, ...] | None:
-    """Return the pinned memory of image batches by position; training and evaluation share it."""
-    config = task.config
-    if any(path != SYNTHETIC and not Path(path).exists() for path in config.data.files.values()):
-        return None
-    files = {split: open_images(config, split) for split in config.data.files}
-    train, data = training_images(config, files["train"], None)
-    pipeline = of_largest(config, train.pipeline)
-    mixes = bool(config.data.mixing.mixes)
-    largest = [0] * len(task.counts) if mixes else _of_batches(task, train, pipeline, config.batch, config.micro_batches)
-    for split in config.data.evaluated_splits:
-        images = evaluation_images(config, files, split, data, config.data.train)
-        of_split = _of_batches(task, images, images.pipeline, config.evaluate.batch or config.batch, 1)
-        largest = [max(pair) for pair in zip(largest, of_split, strict=True)]
-    return tuple(largest)
-
-
-def _of_batches(task: PlannedRun, images: Images, pipeline: Pipeline, batch: int, parts: int) -> list[int]:
-    """Return the pinned memory of batches of images by position.
-
-    Args:
-        batch: samples of a batch over all ranks.
-        parts: number of micro-batches.
-    """
-    of_ranks = counts(min(batch, len(images)), len(task.counts), task.plan.rows)
-    if task.plan.rows > 1 or not pipeline.can_defer or not isinstance(task.job.kernels, PixelInput):
-        return [0] * len(of_ranks)
-    stored = pipeline.stored_shape(*images.file.shape)
-    resizes = leaves_resize(pipeline.augmentations)
-    return [task.job.kernels.pinned_input_bytes(-(-count // parts), stored, resizes=resizes) for count in of_ranks]

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hpctrain.backend.arithmetic import PinnedBytes
 from hpctrain.backend.choice import Backend
 from hpctrain.comm.base import Communicator
 from hpctrain.core.text import size_text
@@ -126,25 +125,22 @@ class PeakMemory:
     Attributes:
         rank: lowest rank with the maximum.
         device_bytes: maximum memory in use on the GPU of a rank, at the end; None if ranks compute on the processor.
-        pinned: pinned memory of the rank that has most of it; None if ranks compute on the processor.
     """
 
     most_bytes: int
     rank: int
     mean_bytes: float
     device_bytes: int | None = None
-    pinned: PinnedBytes | None = None
 
 
 def peaks_over_ranks(world: Communicator, backend: Backend) -> PeakMemory:
     """Return the peaks since each process began. Collective over the world."""
-    own = peak_resident_bytes(), backend.kernels.used_bytes(), backend.kernels.pinned_bytes()
+    own = peak_resident_bytes(), backend.kernels.used_bytes()
     of_ranks = world.allgather_object(own)
-    resident = [on_host for on_host, _, _ in of_ranks]
-    on_devices = [on_device for _, on_device, _ in of_ranks if on_device is not None]
-    pinned = max((of_rank for _, _, of_rank in of_ranks if of_rank is not None), key=lambda one: one.total, default=None)
+    resident = [on_host for on_host, _ in of_ranks]
+    on_devices = [on_device for _, on_device in of_ranks if on_device is not None]
     most = max(resident)
-    return PeakMemory(most, resident.index(most), fmean(resident), max(on_devices, default=None), pinned)
+    return PeakMemory(most, resident.index(most), fmean(resident), max(on_devices, default=None))
 
 
 def finish_memory(world: Communicator, backend: Backend, reporter: Reporter, steps: tuple[int, int]) -> None:
@@ -157,8 +153,6 @@ def finish_memory(world: Communicator, backend: Backend, reporter: Reporter, ste
         peak = peaks_over_ranks(world, backend)
         reporter.record("memory", memory_facts(peak, steps[1]))
         reporter.say(memory_line(peak, world.size))
-        if peak.pinned is not None:
-            reporter.say(pinned_line(peak.pinned))
 
 
 def memory_line(peak: PeakMemory, ranks: int) -> str:
@@ -166,12 +160,6 @@ def memory_line(peak: PeakMemory, ranks: int) -> str:
     of_rank = f" on rank {peak.rank}, {size_text(peak.mean_bytes)} in the mean" if ranks > 1 else ""
     on_device = "" if peak.device_bytes is None else f"; {size_text(peak.device_bytes)} of a GPU"
     return f"peak memory {size_text(peak.most_bytes)}{of_rank}{on_device}"
-
-
-def pinned_line(pinned: PinnedBytes) -> str:
-    """Return the line on pinned memory."""
-    messages, images = size_text(pinned.messages), size_text(pinned.images)
-    return f"pinned memory of a rank {size_text(pinned.total)}: messages {messages}, images {images}"
 
 
 def memory_facts(peak: PeakMemory, step: int) -> dict[str, object]:
@@ -183,8 +171,6 @@ def memory_facts(peak: PeakMemory, step: int) -> dict[str, object]:
     values: dict[str, object] = {"step": step, "peak_bytes": peak.most_bytes, "rank": peak.rank, "mean_bytes": peak.mean_bytes}
     if peak.device_bytes is not None:
         values["device_bytes"] = peak.device_bytes
-    if peak.pinned is not None:
-        values |= {"pinned_message_bytes": peak.pinned.messages, "pinned_image_bytes": peak.pinned.images}
     return values
 
 

@@ -155,12 +155,13 @@ class EmulatedDevice:
     def upload(self, stream: DeviceStream, target: DeviceArray, source: np.ndarray) -> None:
         raw, place = self._pinned.require(source), borrowed(target)
         _require_equal(target.nbytes, source.nbytes)
-        self.counters.uploaded_bytes += source.nbytes
+        self.counters.uploaded_bytes[stream.name] += source.nbytes
         self._enqueue(stream, lambda: np.copyto(self._bytes(place), raw), "upload", (target,), reads=(raw,))
 
     def download(self, stream: DeviceStream, target: np.ndarray, source: DeviceArray) -> None:
         raw, place = self._pinned.require(target), borrowed(source)
         _require_equal(target.nbytes, source.nbytes)
+        self.counters.downloaded_bytes[stream.name] += source.nbytes
         self._enqueue(stream, lambda: np.copyto(raw, self._bytes(place)), "download", (source,), writes=(raw,))
 
     def copy(self, stream: DeviceStream, target: DeviceArray, source: DeviceArray) -> None:

@@ -32,14 +32,15 @@ class DeviceCounters:
         enqueued: numbers by kind of work, including captured work: names of kernels, "upload", "convolution forward", "graph",
             ...
         synchronisations: numbers of host waits by ("event" or "stream <name>", function that waits).
-        uploaded_bytes: total size of all uploads.
+        uploaded_bytes, downloaded_bytes: total size of all copies from and to pinned memory, by the name of their stream.
         allocations: number of allocations of device and pinned memory.
         late_allocations: allocations after `EmulatedDevice.seal`.
     """
 
     enqueued: Counter[str] = field(default_factory=Counter)
     synchronisations: Counter[tuple[str, str]] = field(default_factory=Counter)
-    uploaded_bytes: int = 0
+    uploaded_bytes: Counter[str] = field(default_factory=Counter)
+    downloaded_bytes: Counter[str] = field(default_factory=Counter)
     allocations: int = 0
     late_allocations: list[str] = field(default_factory=list)
     sealed: bool = False

@@ -235,30 +235,3 @@ def test_a_plan_counts_activations_in_their_precision_and_parameters_in_float32(
         reports[precision] = memory
     assert reports["bfloat16"].parameters == reports["float32"].parameters
     assert reports["bfloat16"].activations < 0.8 * reports["float32"].activations
-
-
-PINNED = {
-    "windows": ["averager=sharded", "micro_batches=2"],
-    "a resize": [
-        "averager=bucketed",
-        "data.augment=[{name: random_resized_crop, size: 8}]",
-        "data.evaluate_augment=[{name: resize, size: 8}, {name: center_crop, size: 8}]",
-    ],
-    "pixels made on the host": ["averager=priority", "data.augment=[{name: trivial_augment_wide}]", "evaluate.batch=4"],
-    "images made on the host": ["averager=blocking", "data.augment=[{name: random_erasing, value: random}]", "evaluate.batch=2"],
-}
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("options", PINNED.values(), ids=PINNED)
-def test_a_run_has_the_pinned_memory_of_its_plan(run: Run, folder: Path, options: list[str]) -> None:
-    """In integers, of the rank that has most of it: mirrors by the schedule, and the ring of batches."""
-    planned = json.loads(run("plan show", *options, "--ranks", "3", "--json").stdout)["pinned_bytes"]
-    outcome = run("train", *options, ranks=3)
-    directory = newest_run(folder)
-    records = [json.loads(line) for line in (directory.path / "metrics.jsonl").read_text().splitlines()]
-    (record,) = [record for record in records if record["kind"] == "memory"]
-    most = max(planned, key=lambda equal: equal["messages"] + equal["images"])
-    assert (record["pinned_message_bytes"], record["pinned_image_bytes"]) == (most["messages"], most["images"])
-    assert record["pinned_message_bytes"] > 0
-    assert "pinned memory of a rank" in outcome.stdout

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpctrain.backend import choice
-from hpctrain.backend.arithmetic import Arithmetic, StagedBytes, Transit
+from hpctrain.backend.arithmetic import Arithmetic, Transit
 from hpctrain.backend.cuda.kernel_set import CudaKernelSet
 from hpctrain.backend.cuda.runtime import CudaRuntime
 from hpctrain.comm import device_probe, mpi, transports
@@ -263,14 +263,16 @@ def test_only_those_with_a_second_stage_sum(emulated_device: EmulatedDeviceFacto
 
 def test_bytes_are_those_of_the_operations(emulated_device: EmulatedDeviceFactory) -> None:
     def program(comm: ThreadCommunicator) -> None:
-        rank = DeviceRank(comm, emulated_device(comm.rank), transports.staged)
+        device = emulated_device(comm.rank)
+        rank = DeviceRank(comm, device, transports.staged)
         for operation in (reduce_scatter, allgather_in_place, of_the_host):
             operation(rank)
         mirrors = rank.kernels.arithmetic.mirrors()
         assert mirrors is not None
         whole, own = 8 * sum(rank.counts), 8 * rank.counts[comm.rank]
         # A whole slice leaves and the own part of its sum arrives; the own part leaves, and those of others arrive.
-        assert mirrors.copied == StagedBytes(to_host=whole + own, from_host=own + whole - own)
+        assert device.counters.downloaded_bytes["to the host"] == whole + own
+        assert device.counters.uploaded_bytes["from the host"] == own + whole - own
         assert mirrors.pinned_bytes <= 2 * whole + own
 
     run_virtual(3, program)
@@ -289,7 +291,7 @@ class _Transit:
 class _Mirrors:
     """Mirrors of arrays that are not there: only the order matters."""
 
-    copied, pinned_bytes = StagedBytes(), 0
+    pinned_bytes = 0
 
     def __init__(self) -> None:
         self.transits: list[_Transit] = []

@@ -14,7 +14,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpctrain.backend.arithmetic import PinnedBytes
 from hpctrain.backend.choice import make_backend
 from hpctrain.comm.base import Communicator, SingleCommunicator
 from hpctrain.comm.progress import ProgressEngine
@@ -191,8 +190,7 @@ def _of_ranks(resident: list[int], devices: list[int | None]) -> list[PeakMemory
 
     def one(comm: Any) -> PeakMemory:
         device = devices[comm.rank]
-        pinned = None if device is None else PinnedBytes(2 * device, 1)
-        used = SimpleNamespace(kernels=SimpleNamespace(used_bytes=lambda: device, pinned_bytes=lambda: pinned))
+        used = SimpleNamespace(kernels=SimpleNamespace(used_bytes=lambda: device))
         gather = lambda mine: comm.allgather_object((resident[comm.rank], *mine[1:]))  # noqa: E731
         return accounts.peaks_over_ranks(SimpleNamespace(size=comm.size, allgather_object=gather), used)
 
@@ -201,7 +199,7 @@ def _of_ranks(resident: list[int], devices: list[int | None]) -> list[PeakMemory
 
 def test_the_rank_and_the_gpu_that_held_most_count_and_every_rank_knows_it() -> None:
     assert _of_ranks([10, 40, 40, 30], [None] * 4) == [PeakMemory(40, 1, 30.0)] * 4
-    assert _of_ranks([10, 20], [5, 7]) == [PeakMemory(20, 1, 15.0, 7, PinnedBytes(14, 1))] * 2
+    assert _of_ranks([10, 20], [5, 7]) == [PeakMemory(20, 1, 15.0, 7)] * 2
 
 
 def test_a_run_says_and_records_the_peak_of_its_process_if_it_trained() -> None:
@@ -223,10 +221,7 @@ def test_lines_and_facts_of_memory_name_the_rank_and_gpus_where_there_are_severa
     assert longest == "peak memory 812 GB on rank 16383, 798 GB in the mean; 139 GB of a GPU"
     facts = {"step": 9, "peak_bytes": 612_345_678, "rank": 3, "mean_bytes": 600_000_000.0}
     assert accounts.memory_facts(peak, 9) == facts
-    pinned = PinnedBytes(3_000_000, 12_345_678)
-    assert accounts.pinned_line(pinned) == "pinned memory of a rank 15.3 MB: messages 3 MB, images 12.3 MB"
-    of_gpu = {"device_bytes": 5, "pinned_message_bytes": 3_000_000, "pinned_image_bytes": 12_345_678}
-    assert accounts.memory_facts(PeakMemory(612_345_678, 3, 600_000_000.0, 5, pinned), 9) == facts | of_gpu
+    assert accounts.memory_facts(PeakMemory(612_345_678, 3, 600_000_000.0, 5), 9) == facts | {"device_bytes": 5}
 
 
 MEMORY, LOCAL = "{} stay in memory of each node (1.5 GB)", "{} stay in a local copy on each node (2 GB)"

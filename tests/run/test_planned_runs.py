@@ -32,7 +32,6 @@ from hpctrain.config.load import load, parse
 from hpctrain.config.schema import Config
 from hpctrain.core.errors import CheckpointError, ConfigError, HpctrainError
 from hpctrain.core.registry import Registry
-from hpctrain.data.writer import write_data_file
 from hpctrain.models import catalogue
 from hpctrain.nn.parameter import GroupLayout, ParameterSpec
 from hpctrain.optim.base import NormsNeeded
@@ -46,11 +45,9 @@ from hpctrain.planner.costs.operator_times import OperatorTimes, cache_file, pro
 from hpctrain.planner.job import AveragerChoice, Candidate
 from hpctrain.planner.measure.measurement import measure
 from hpctrain.planner.planned_run import (
-    PlannedPinnedMemory,
     PlannedRun,
     averaging_bytes,
     group_schedules,
-    pinned_memory,
     prepare,
 )
 from hpctrain.planner.program.group_schedules import group_strategies
@@ -555,72 +552,6 @@ def test_a_kept_grid_must_be_one_of_the_ranks(ranks: int, words: str) -> None:
     kept = grid_task(ranks=ranks, keep=("grid",))
     with pytest.raises(HpctrainError, match=words):
         space_of(kept)
-
-
-CUDA_CONFIG = """
-{backend: cuda, model: {name: small, channels: [4, 6], hidden: 9}, data: {train: train.h5}, batch: 12, epochs: 1,
- optimizer: {name: sgd, lr: 0.1}, schedule: constant}
-"""
-
-
-@pytest.fixture
-def emulated_gpu(emulated_device: EmulatedDeviceFactory, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv(DEVICE_VARIABLE, "hpctrain_testing.emulator")
-    monkeypatch.chdir(tmp_path)
-
-
-def _planned(*overrides: str, ranks: int = 2, per_node: int | None = None) -> PlannedPinnedMemory | None:
-    config, _ = parse(CUDA_CONFIG, overrides=overrides)
-    task = prepare(config, ranks)
-    return pinned_memory(task, group_schedules(task, LinkModel(1e-5, 1e-9), per_node))
-
-
-def _write(count: int) -> None:
-    images = np.zeros((count, 9, 8, 1), np.uint8)
-    write_data_file(Path("train.h5"), count, (9, 8, 1), ["a", "b"], [(images, np.zeros(count, np.int64))])
-
-
-@pytest.mark.usefixtures("emulated_gpu")
-def test_without_data_files_images_are_not_known() -> None:
-    planned = _planned()
-    assert planned.images is None
-    assert planned.messages is not None
-
-
-@pytest.mark.usefixtures("emulated_gpu")
-@pytest.mark.parametrize(
-    ("overrides", "ranks", "per_node"),
-    [
-        (("averager=lazy",), 2, None),
-        (("averager=sparse",), 4, 2),
-        (("averager=sharded",), 4, 2),
-        (("transport=mpi",), 2, None),
-        (("transport=nccl",), 2, None),
-    ],
-)
-def test_what_depends_on_the_steps_is_not_reported(overrides: tuple[str, ...], ranks: int, per_node: int | None) -> None:
-    _write(24)
-    planned = _planned(*overrides, ranks=ranks, per_node=per_node)
-    assert planned.messages is None
-    assert planned.images is not None
-
-
-@pytest.mark.usefixtures("emulated_gpu")
-def test_a_batch_is_no_larger_than_its_file() -> None:
-    found = []
-    for count in (24, 12, 7):
-        _write(count)
-        planned = _planned()
-        found.append(planned.images)
-    full, same, less = found
-    assert full == same
-    assert less[0] < full[0]
-    assert less[1] < less[0]
-
-
-@pytest.mark.usefixtures("emulated_gpu")
-def test_a_host_pins_nothing() -> None:
-    assert _planned("backend=numpy") is None
 
 
 def points(averager: str = "sharded", seconds: tuple[float, ...] = (0.5, 0.6, 0.9), batch: int = 32) -> list[SimulatedPoint]:

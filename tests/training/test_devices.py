@@ -140,7 +140,8 @@ def test_bytes_over_the_bus_follow_from_the_schedule(strategy: str, ranks: int, 
     task, (kind, options) = _task(steps=4), WAYS[strategy]
 
     def program(comm: ThreadCommunicator) -> None:
-        kernels = _kernels(emulated_device(comm.rank))
+        device = emulated_device(comm.rank)
+        kernels = _kernels(device)
         replica = replica_of(
             replace(task, kernels=kernels), comm, virtual_engine(comm), kind, nominal_batch=task.batch, **options
         )
@@ -155,7 +156,8 @@ def test_bytes_over_the_bus_follow_from_the_schedule(strategy: str, ranks: int, 
             arrived += piece.size  # summed: all of it, or the owned part, and the others' parts once they are gathered
         mirrors = kernels.arithmetic.mirrors()
         assert mirrors is not None
-        assert (mirrors.copied.to_host, mirrors.copied.from_host) == (8 * left * task.steps, 8 * arrived * task.steps)
+        assert device.counters.downloaded_bytes["to the host"] == 8 * left * task.steps
+        assert device.counters.uploaded_bytes["from the host"] == 8 * arrived * task.steps
         summed = strategy in ("bucketed", "overlap")  # in place; else gradients, sums of owned parts and parameters have mirrors
         assert mirrors.pinned_bytes == 8 * (arrived if summed else left + arrived)
 
@@ -384,10 +386,10 @@ def _train_on_images(
     for epoch in range(epochs):
         for batch in loader.epoch(epoch):
             assert isinstance(batch.x, PixelBatch) == leaves_pixels
-            before = device.counters.uploaded_bytes
+            before = device.counters.uploaded_bytes.total()
             totals = replica.step(batch, task.lr)
             losses += [] if totals is None else [totals.loss]
-            done.uploaded.append(device.counters.uploaded_bytes - before)
+            done.uploaded.append(device.counters.uploaded_bytes.total() - before)
             done.pixels.append(batch.x.pixels.nbytes if isinstance(batch.x, PixelBatch) else batch.x.nbytes)
             done.waits.append({function for _, function in device.counters.synchronisations})
             device.counters.synchronisations.clear()

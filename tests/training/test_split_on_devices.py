@@ -204,7 +204,8 @@ def test_bytes_over_the_bus_are_those_of_the_plan(
     task = task_of("plain", kind, *grid)
 
     def program(comm: ThreadCommunicator) -> None:
-        kernels = kernels_on(emulated_device(comm.rank))
+        device = emulated_device(comm.rank)
+        kernels = kernels_on(device)
         replica = replica_of(replace(task, kernels=kernels), comm, virtual_engine(comm), Blocking)
         network, distribution = replica.network, replica.distribution
         assert distribution is not None
@@ -216,8 +217,8 @@ def test_bytes_over_the_bus_are_those_of_the_plan(
             for there, back in words(partitioned, distribution.group.rank):
                 sent, received = sent + there, received + back
         assert sent > 0
-        mirrors = kernels.arithmetic.mirrors()
-        assert (mirrors.copied.to_host, mirrors.copied.from_host) == (8 * sent, 8 * received)
+        mirrors, counters = kernels.arithmetic.mirrors(), device.counters
+        assert (counters.downloaded_bytes["to the host"], counters.uploaded_bytes["from the host"]) == (8 * sent, 8 * received)
         assert mirrors.pinned_bytes == distribution.group.buffer_bytes
 
     run_virtual(grid[0] * grid[1], program)

@@ -361,7 +361,6 @@ class Lazy(Sharded):
     """
 
     sums_shards = False
-    messages_vary = True
     Options = LazyOptions
     options: LazyOptions
 

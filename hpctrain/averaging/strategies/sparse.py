@@ -534,7 +534,6 @@ class Sparse(ReduceScatterStrategy):
     """
 
     sums_shards = False
-    messages_vary = True
     chooses_on_host = True
     Options = SparseOptions
     options: SparseOptions

@@ -32,7 +32,7 @@ from hpctrain.backend.cuda.device import (
     Extent,
     Precision,
 )
-from hpctrain.backend.cuda.libraries import WORKSPACE_BYTES, ConvolutionPlan, CudnnPlans, MatrixProducts, new_handle
+from hpctrain.backend.cuda.libraries import WORKSPACE_BYTES, CudnnPlans, MatrixProducts, new_handle
 from hpctrain.core.errors import BackendError
 from hpctrain.core.text import size_text
 
@@ -205,26 +205,6 @@ class CupyGraph:
         self.raw.launch(stream=_stream(stream))
 
 
-class CupyConvolution:
-    """Implements `DeviceConvolution` by a plan of cuDNN."""
-
-    def __init__(self, plan: ConvolutionPlan) -> None:
-        self._plan = plan
-        self.workspace_bytes = plan.workspace_bytes
-
-    def run(
-        self,
-        stream: DeviceStream,
-        a: DeviceArray,
-        b: DeviceArray,
-        out: DeviceArray,
-        workspace: DeviceArray | None,
-        bias: DeviceArray | None = None,
-    ) -> None:
-        places = (0 if array is None else array.pointer for array in (a, b, out, workspace, bias))
-        self._plan.run(_stream(stream).ptr, *places)
-
-
 class CupyDevice:
     """Implements `Device`. The constructor makes the GPU the current one of the calling thread.
 
@@ -329,7 +309,7 @@ class CupyDevice:
     def convolution(self, key: ConvolutionKey) -> DeviceConvolution:
         if self._plans is None:
             self._plans = CudnnPlans(new_handle(), capability=self.capability)
-        return CupyConvolution(self._plans.plan(key))
+        return self._plans.plan(key)
 
     def gemm(
         self,

@@ -7,14 +7,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from hpctrain.backend.arithmetic import PinnedBytes
 from hpctrain.backend.cuda.arithmetic import CudaArithmetic
 from hpctrain.backend.cuda.batch_norm import CudaBatchNorm, CudaSynchronisedBatchNorm
 from hpctrain.backend.cuda.classifier import CudaLinear, CudaSoftmaxCrossEntropy
 from hpctrain.backend.cuda.conv2d import CudaConv2d, CudaPatchConv2d, CudaPointwiseConv2d
 from hpctrain.backend.cuda.device import ALIGNMENT_BYTES, CapturedGraph, DeviceStream
 from hpctrain.backend.cuda.elementwise import CudaAdd, CudaDropout, CudaRelu
-from hpctrain.backend.cuda.pixel_input import CudaPixelInput, ring_bytes
+from hpctrain.backend.cuda.pixel_input import CudaPixelInput
 from hpctrain.backend.cuda.pool import CudaAdaptiveAveragePool, CudaAveragePool, CudaMaxPool
 from hpctrain.backend.cuda.runtime import CudaRuntime, StepBlock
 from hpctrain.backend.graph import Graph, fuse
@@ -62,8 +61,7 @@ class CudaKernelSet(CapturesWork, PixelInput, KernelSet):
     def __init__(self, runtime: CudaRuntime) -> None:
         self.runtime = runtime
         self.captures = runtime.graphs
-        self._own_arithmetic = CudaArithmetic(runtime)
-        self.arithmetic = self._own_arithmetic
+        self.arithmetic = CudaArithmetic(runtime)
         self.shadow_dtype = None if runtime.dtype == runtime.parameter_dtype else runtime.dtype
         self.step_block = StepBlock(runtime)
         self._pixels = CudaPixelInput(runtime)
@@ -106,13 +104,6 @@ class CudaKernelSet(CapturesWork, PixelInput, KernelSet):
 
     def make_input(self, target: Array, images: PixelBatch) -> None:
         self._pixels.make(target, images)
-
-    def pinned_bytes(self) -> PinnedBytes:
-        mirrors = self._own_arithmetic.made_mirrors
-        return PinnedBytes(0 if mirrors is None else mirrors.pinned_bytes, self._pixels.pinned_bytes)
-
-    def pinned_input_bytes(self, samples: int, stored: tuple[int, int, int], *, resizes: bool) -> int:
-        return ring_bytes(samples, stored, self.runtime.parameter_dtype, resizes=resizes)
 
     def begin(self, context: StepContext) -> None:
         self.step_block.begin(context)

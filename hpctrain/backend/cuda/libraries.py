@@ -1,6 +1,6 @@
 """Convolutions and matrix products by NVIDIA's libraries, cuDNN and cuBLAS.
 
-CuPy is not needed: streams, memory and handles are integers. Convolutions are graphs of cuDNN, made by NVIDIA's Python package
+CuPy is not imported: handles and addresses are integers. Convolutions are graphs of cuDNN, made by NVIDIA's Python package
 cudnn (the frontend, version 1.23). cuDNN's dims are logical NCHW and KCRS; strides describe NHWC and KRSC memory. Sums are
 float32. Tensors begin at multiples of 16 bytes. A plan determines the engine that computes a graph, its settings, and the size of
 its workspace. Plans are made for a device of this machine, from its cuDNN handle, or for any other device, from its properties;
@@ -24,6 +24,7 @@ from hpctrain.core.errors import BackendError, MissingLibraryError
 
 Library = Any  # the package cudnn; it has no types
 Graph = Any  # cudnn.pygraph
+Stream = Any  # CupyStream, whose module imports CuPy
 
 #: IDs of a graph's tensors, by their position in `DeviceConvolution.run`: both inputs, the output, and the bias
 FIRST, SECOND, OUT, BIAS = 1, 2, 3, 4
@@ -132,7 +133,7 @@ WORKSPACE_LIMIT_BYTES = 512 << 20
 
 
 class ConvolutionPlan:
-    """The plan of one convolution.
+    """Implements `DeviceConvolution`.
 
     Args:
         handle_on: function that returns cuDNN's handle, set to enqueue its work on a stream.
@@ -141,18 +142,26 @@ class ConvolutionPlan:
         name: cuDNN's engine and knobs.
     """
 
-    def __init__(self, key: ConvolutionKey, graph: Graph, index: int, handle_on: Callable[[int], int]) -> None:
+    def __init__(self, key: ConvolutionKey, graph: Graph, index: int, handle_on: Callable[[Stream], int]) -> None:
         self.key = key
         self.name = str(graph.get_plan_name_at_index(index))
         self.workspace_bytes = int(graph.get_workspace_size_plan_at_index(index))
         self._graph, self._index, self._handle_on = graph, index, handle_on
 
-    def run(self, stream: int, first: int, second: int, out: int, workspace: int, bias: int = 0) -> None:
-        """Enqueue the convolution on a CUDA stream. Arguments are addresses; `workspace` and `bias` may be 0."""
-        pointers = {FIRST: first, SECOND: second, OUT: out}
+    def run(
+        self,
+        stream: Stream,
+        a: DeviceArray,
+        b: DeviceArray,
+        out: DeviceArray,
+        workspace: DeviceArray | None,
+        bias: DeviceArray | None = None,
+    ) -> None:
+        pointers = {FIRST: a.pointer, SECOND: b.pointer, OUT: out.pointer}
         if self.key.fused:
-            pointers[BIAS] = bias
-        self._graph._execute_plan_at_index(pointers, workspace, self._index, self._handle_on(stream))
+            pointers[BIAS] = 0 if bias is None else bias.pointer
+        place = 0 if workspace is None else workspace.pointer
+        self._graph._execute_plan_at_index(pointers, place, self._index, self._handle_on(stream))
 
 
 class CudnnPlans:
@@ -211,11 +220,12 @@ class CudnnPlans:
             return ConvolutionPlan(key, graph, index, self._handle_on)
         raise self._no_plan(key, "every plan in its list is excluded or unsupported")
 
-    def _handle_on(self, stream: int) -> int:
+    def _handle_on(self, stream: Stream) -> int:
         assert self._handle is not None, "plans for a device that is not here cannot be run"
-        if stream != self._stream:
-            self._cudnn.set_stream(handle=self._handle, stream=stream)
-            self._stream = stream
+        address: int = stream.raw.ptr
+        if address != self._stream:
+            self._cudnn.set_stream(handle=self._handle, stream=address)
+            self._stream = address
         return self._handle
 
     def _list_plans(self, graph: Graph, key: ConvolutionKey) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Sequence
 
@@ -11,7 +10,7 @@ import numpy as np
 from hpctrain.backend.cuda.device import Argument, DeviceArray, DeviceStream, pack_width
 from hpctrain.backend.cuda.operator import check_images, row_launch
 from hpctrain.backend.cuda.runtime import TAGS, CudaRuntime
-from hpctrain.backend.pixels import WINDOW, PixelBatch, Resampling, most_taps
+from hpctrain.backend.pixels import PixelBatch, Resampling, most_taps
 from hpctrain.backend.specs import parameter_dtype
 
 #: number of batches with separate memory, so that one is read while the next is uploaded
@@ -31,11 +30,6 @@ class CudaPixelInput:
         self._copies: DeviceStream | None = None
         self._ring: deque[_Slot] = deque()
         self._table: DeviceArray | None = None
-
-    @property
-    def pinned_bytes(self) -> int:
-        """Size in bytes of the pinned memory of all batches."""
-        return sum(slot.pinned.nbytes for slot in self._ring)
 
     def make(self, target: DeviceArray, images: PixelBatch) -> None:
         """Enqueue target := images, which have the same shape.
@@ -135,11 +129,3 @@ def _places(sizes_bytes: Sequence[int]) -> list[int]:
     for size_bytes in sizes_bytes:
         starts.append(-(-(starts[-1] + size_bytes) // _ALIGNMENT) * _ALIGNMENT)
     return starts
-
-
-def ring_bytes(samples: int, stored: tuple[int, int, int], dtype: str, *, resizes: bool) -> int:
-    """Return the size in bytes of the pinned memory for batches of at most `samples` images (h, w, C) and an input in `dtype`."""
-    by_channel = stored[2] * np.dtype(dtype).itemsize
-    boxes = 4 * np.dtype(np.int32).itemsize if resizes else 0
-    sizes = by_channel, by_channel, samples * WINDOW.itemsize, samples * boxes, samples * math.prod(stored)
-    return RING * _places(sizes)[-1]

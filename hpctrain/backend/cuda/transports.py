@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hpctrain.backend.arithmetic import Array, DeviceLinks, Peers, StagedBytes, Transit
+from hpctrain.backend.arithmetic import Array, DeviceLinks, Peers, Transit
 from hpctrain.backend.cuda.device import DeviceEvent, DeviceStream
 from hpctrain.backend.cuda.runtime import CudaRuntime, host_dtype
 
@@ -82,7 +82,7 @@ class CudaMirrors:
     """Implements `HostMirrors` on one device. Events are reused by later operations."""
 
     def __init__(self, runtime: CudaRuntime) -> None:
-        self.copied, self.pinned_bytes = StagedBytes(), 0
+        self.pinned_bytes = 0
         self._runtime = runtime
         self._to_host = runtime.device.stream("to the host")
         self._from_host = runtime.device.stream("from the host")
@@ -129,7 +129,6 @@ class CudaMirrors:
         for mirror, array in copies:
             assert mirror.dtype == host_dtype(array), f"{array!r} does not go to a mirror of {mirror.dtype}"
             self._runtime.device.download(self._to_host, mirror, array)
-            self.copied.to_host += array.nbytes
         self._to_host.record(copied)
         return CudaTransit(begun, copied)
 
@@ -142,7 +141,6 @@ class CudaMirrors:
             values = mirror.view(array)
             for begin, end in intervals:
                 self._runtime.device.upload(self._from_host, flat[begin:end], values[begin:end])
-                self.copied.from_host += (end - begin) * array.itemsize
             self._from_host.record(arrived)
             self._runtime.stream.wait(arrived)
             mirror.copied_back = arrived

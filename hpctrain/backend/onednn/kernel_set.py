@@ -178,10 +178,6 @@ class OnednnKernelSet(KernelSet):
                 return AddOperator(engine, spec, next((other for other in inputs if other.layout != NHWC), x))
         return "oneDNN has no such operation"
 
-    def multiply(self, a: Array, b: Array, out: Array) -> None:
-        """Write the product of float32 matrices to `out`, by `Engine.multiply`."""
-        self._engine.multiply(a, b, out)
-
     def make_loss(self, spec: SoftmaxCrossEntropySpec) -> LossOperator:
         return self._fallback.make_loss(spec)
 

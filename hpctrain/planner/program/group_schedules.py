@@ -1,7 +1,6 @@
 """Plan the averaging of a job's gradients as data: strategy, ranks and schedule of each parameter group.
 
-The schedules determine the bytes that ranks exchange, and the pinned memory for messages between devices that are staged through
-the host (`mirror_bytes`).
+The schedules determine the bytes that ranks exchange.
 """
 
 from __future__ import annotations
@@ -261,25 +260,3 @@ def _by_rank(by_place: Sequence[int], order: Sequence[int] | None) -> tuple[int,
         return tuple(by_place)
     numbers = dict(zip(order, by_place, strict=True))
     return tuple(numbers[rank] for rank in range(len(order)))
-
-
-def mirror_bytes(group: GroupSchedule, item_bytes: int) -> tuple[int, ...] | None:
-    """Return the bytes of pinned mirrors on each rank of a group, for operations in one level.
-
-    Each array that is sent has a mirror: for an allreduce, the slice; if owners update, the slice's gradient, the sum of the
-    owned part and the slice's parameters. None if the schedule does not determine the sizes, because inputs and errors of layers
-    or selected elements are sent.
-    """
-    if group.ranks == 1:
-        return (0,)
-    schedule = group.schedule
-    if schedule is None:
-        return (group.elements * item_bytes,) * group.ranks
-    if any(piece.sufficient_factors or piece.compression is not None for piece in schedule.slices):
-        return None
-    gathered = {operation.slice for operation in schedule.operations if operation.kind is OperationKind.ALLGATHER}
-    totals = [0] * group.ranks
-    for number, piece in enumerate(schedule.slices):
-        owned = group.owned(piece) if number in gathered else (-piece.size,) * group.ranks
-        totals = [total + 2 * piece.size + part for total, part in zip(totals, owned, strict=True)]
-    return tuple(total * item_bytes for total in totals)

@@ -6,13 +6,14 @@ import importlib
 import math
 import sys
 from dataclasses import fields, replace
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from hpctrain.backend.cuda import libraries
-from hpctrain.backend.cuda.device import ConvolutionKey
+from hpctrain.backend.cuda.device import ConvolutionKey, DeviceArray
 from hpctrain.backend.cuda.libraries import WORKSPACE_LIMIT_BYTES, CudnnPlans, new_handle
 from hpctrain.core.errors import BackendError, MissingLibraryError
 from tests.support.fake_cudnn import DataType, FakeCudnn, FakeGraph, FakePlan, Heuristic, Note
@@ -219,9 +220,11 @@ def test_a_plan_is_made_once_for_a_key(cudnn) -> None:
 def test_runs_on_the_stream_with_plain_numbers(cudnn) -> None:
     plans = CudnnPlans(new_handle(), capability=(9, 0))
     plan, other = plans.plan(PLANNED_CONVOLUTION), plans.plan(replace(PLANNED_CONVOLUTION, kind="weight", fused=""))
-    plan.run(5, 10, 20, 30, 40, 50)
-    other.run(5, 11, 21, 31, 0)
-    plan.run(6, 10, 20, 30, 40, 50)
+    five, six = (SimpleNamespace(raw=SimpleNamespace(ptr=address)) for address in (5, 6))
+    arrays = [DeviceArray(pointer, (1,), "float32", None) for pointer in (10, 20, 30, 40, 50)]
+    plan.run(five, *arrays)
+    other.run(five, *(DeviceArray(pointer, (1,), "float32", None) for pointer in (11, 21, 31)), None)
+    plan.run(six, *arrays)
     assert cudnn.executed == [
         (5, {1: 10, 2: 20, 3: 30, 4: 50}, 40, "eng1_k2=1"),
         (5, {1: 11, 2: 21, 3: 31}, 0, "eng1_k2=1"),
@@ -247,4 +250,4 @@ def test_plans_for_a_device_that_is_not_here_are_made_by_its_properties_and_neve
     assert arguments["device_property"].text == '{"deviceVer": 903, "deviceName": "H100"}'
     assert "handle" not in arguments
     with pytest.raises(AssertionError, match="cannot be run"):
-        plan.run(1, 2, 3, 4, 5, 6)
+        plan.run(None, *(DeviceArray(0, (1,), "float32", None) for _ in range(5)))

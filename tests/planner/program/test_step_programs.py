@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import pytest
 
@@ -29,11 +28,9 @@ from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
 from hpctrain.parallel.plan_report import report_plan
 from hpctrain.planner.costs.compute_costs import RateCosts
 from hpctrain.planner.program.group_schedules import (
-    GroupSchedule,
     averaging_bytes,
     group_schedules,
     group_strategies,
-    mirror_bytes,
 )
 from hpctrain.planner.program.step_program import (
     AlikeRanks,
@@ -440,41 +437,6 @@ def test_an_averager_that_runs_refuse_is_refused() -> None:
     task = replace(task_of(1, 2, M), micro_batches=2)
     with pytest.raises(Exception, match="fc_exchange is always, but micro_batches is 2"):
         group_strategies(job_of(task), candidate_of(task, "sharded", {"fc_exchange": "always"}))
-
-
-def _group(ranks: int, strategy: str, options: dict[str, Any]) -> GroupSchedule:
-    task = task_of(1, ranks)
-    (group,) = group_schedules(job_of(task), candidate_of(task, strategy, options), LinkModel(1e-5, 1e-9), None)
-    return group
-
-
-@pytest.mark.parametrize("strategy", ["blocking", "bucketed", "overlap"])
-def test_sums_in_place_have_a_mirror_of_all_gradients(strategy: str) -> None:
-    group = _group(3, strategy, {})
-    assert mirror_bytes(group, 8) == (8 * group.elements,) * 3
-
-
-@pytest.mark.parametrize("strategy", ["sharded", "priority"])
-@pytest.mark.parametrize("ranks", [2, 3, 5])
-def test_owners_have_those_of_their_parts_too(strategy: str, ranks: int) -> None:
-    group = _group(ranks, strategy, {"fc_exchange": "never"})
-    found = mirror_bytes(group, 4)
-    assert found is not None
-    assert sum(found) == 4 * (2 * ranks + 1) * group.elements  # all ranks together own everything once
-    assert found[0] >= found[-1] >= 8 * group.elements
-
-
-def test_one_rank_sends_nothing() -> None:
-    assert mirror_bytes(_group(1, "sharded", {}), 4) == (0,)
-
-
-def test_mirror_bytes_of_exchanged_inputs_and_errors_are_unknown() -> None:
-    group = _group(2, "sharded", {"fc_exchange": "always"})
-    assert group.schedule is not None
-    assert any(piece.sufficient_factors for piece in group.schedule.slices)
-    assert mirror_bytes(group, 4) is None
-    pieces = tuple(replace(piece, sufficient_factors=False) for piece in group.schedule.slices)
-    assert mirror_bytes(replace(group, schedule=replace(group.schedule, slices=pieces)), 4) is not None
 
 
 def residual_program(
