@@ -360,130 +360,35 @@ def _damage_in(path: Path) -> Iterator[None]:
         ) from error
 
 
-#: maximum number of links that lead to a dataset, and of cells of a virtual dataset between the borders of its sources
-_MOST_LINKS, _MOST_CELLS = 16, 1 << 24
+def require_stored(file: h5py.File, name: str) -> None:
+    """Raise unless the file itself stores all values of a dataset.
 
-
-def require_stored(file: h5py.File, name: str, tree: Path | None = None, links: int = 0) -> None:
-    """Raise unless all values of a dataset are stored, in regular files that may be read.
-
-    HDF5 itself replaces missing values by a fill value without an error, waits for pipes, and reads any file that a link, an
-    external storage or a virtual dataset names. Call this before the first access to the dataset, since its name may be that of a
-    link. Values that were never written to an allocated block or chunk look like stored ones.
-
-    Args:
-        tree: real directory of the opened file. Other files may hold values if they are below it and have the same owner. None:
-            the file holds all values itself.
-        links: number of links that led here.
+    HDF5 replaces missing values by a fill value without an error, waits for pipes, and reads any file that a link, an external
+    storage or a virtual dataset names. Call this before the first access to the dataset, since its name may be that of a link.
+    Values that were never written to an allocated block or chunk look like stored ones.
 
     Raises:
         ValueError: the reason, in words.
         KeyError: the file has no such object.
-        OSError: another file is not an HDF5 file.
     """
-    item, words = file, [word for word in name.split("/") if word not in ("", ".")]
-    for place, word in enumerate(words):
+    item = file
+    for word in filter(None, name.split("/")):
         link = item.get(word, getlink=True) if isinstance(item, h5py.Group) else None
         if link is None:
-            raise ValueError(f"{file.filename} has no {name}") if links else KeyError(name)
+            raise KeyError(name)
         if not isinstance(link, h5py.HardLink):
-            if tree is None or links == _MOST_LINKS:
-                raise ValueError("it is a link" if tree is None else f"more than {_MOST_LINKS} links lead to it")
-            target = "/".join([link.path, *words[place + 1 :]])
-            if isinstance(link, h5py.SoftLink):
-                require_stored(file, target if target.startswith("/") else f"{item.name}/{target}", tree, links + 1)
-            else:
-                with h5py.File(_other_file(file, link.filename, tree), "r", locking=False) as other:
-                    require_stored(other, target, tree, links + 1)
-            return
+            raise ValueError("it is a link")
         item = item[word]
-    if isinstance(item, h5py.Dataset):
-        (_require_sources if item.is_virtual else _require_values)(file, item, tree, links)
-
-
-def _other_file(file: h5py.File, name: str, tree: Path | None) -> Path:
-    """Return the path of another file that holds values of a file.
-
-    Raises:
-        ValueError: the path is outside `tree`, is not a regular file, or has another owner.
-    """
-    path = Path(os.path.realpath(Path(file.filename).parent / name))
-    if tree is None or not path.is_relative_to(tree):
-        raise ValueError(f"it refers to {path}, but must not refer to files outside {tree or 'this file'}")
-    try:
-        with open(open_regular(path), "rb") as opened:
-            owner = os.fstat(opened.fileno()).st_uid
-    except OSError as error:
-        raise ValueError(f"{path} cannot be read: {error.strerror}") from error
-    if owner != os.stat(file.filename).st_uid:
-        raise ValueError(f"it refers to {path}, which has another owner")
-    return path
-
-
-def _require_values(file: h5py.File, dataset: h5py.Dataset, tree: Path | None, links: int) -> None:
-    """Raise unless all values of a dataset are in the file or in external files; see `require_stored`."""
-    if not dataset.size:
+    if not isinstance(item, h5py.Dataset) or not item.size:
         return
-    plist, left = dataset.id.get_create_plist(), dataset.nbytes
-    for number in range(plist.get_external_count()):
-        name, offset, size = plist.get_external(number)
-        prefix = dataset.id.get_access_plist().get_efile_prefix() or os.fsencode(Path.cwd())
-        path = _other_file(file, os.fsdecode(os.path.join(prefix, name)), tree)
-        if path.stat().st_size < offset + min(size, left):
-            raise ValueError(f"{path} has too few bytes")
-        left -= min(size, left)
-    if dataset.chunks is not None:
-        chunks = math.prod(-(-length // each) for length, each in zip(dataset.shape, dataset.chunks, strict=True))
-        if dataset.id.get_num_chunks() != chunks:
-            raise ValueError(f"{dataset.id.get_num_chunks()} of its {chunks} chunks were written")
-    elif dataset.id.get_storage_size() == 0:
+    if item.is_virtual or item.id.get_create_plist().get_external_count():
+        raise ValueError("its values are in other files")
+    if item.chunks is not None:
+        chunks = math.prod(-(-length // each) for length, each in zip(item.shape, item.chunks, strict=True))
+        if item.id.get_num_chunks() != chunks:
+            raise ValueError(f"{item.id.get_num_chunks()} of its {chunks} chunks were written")
+    elif item.id.get_storage_size() == 0:
         raise ValueError("no values were written")
-
-
-def _require_sources(file: h5py.File, dataset: h5py.Dataset, tree: Path | None, links: int) -> None:
-    """Raise unless the sources of a virtual dataset hold all of its values; see `require_stored`."""
-    if tree is None or links == _MOST_LINKS:
-        raise ValueError("it is a virtual dataset" if tree is None else f"more than {_MOST_LINKS} files lead to it")
-    shapes: dict[tuple[str, str], tuple[int, ...]] = {}
-    boxes: list[Box] = []
-    for source in dataset.virtual_sources():
-        place = source.file_name, source.dset_name
-        spaces = [space for space in (source.vspace, source.src_space) if space.get_select_type() == h5py.h5s.SEL_HYPERSLABS]
-        slabs = [space.get_regular_hyperslab() for space in spaces if space.is_regular_hyperslab()]
-        if "%b" in "".join(place).replace("%%", "") or any(h5py.h5s.UNLIMITED in slab[2] + slab[3] for slab in slabs):
-            raise ValueError("its size depends on its sources")
-        if place not in shapes:
-            path, name = (text.replace("%%", "%") for text in place)
-            with (
-                contextlib.nullcontext(file) if path == "." else h5py.File(_other_file(file, path, tree), "r", locking=False)
-            ) as other:
-                require_stored(other, name, tree, links + 1)
-                shapes[place] = other[name].shape
-        if source.src_space.get_select_type() == h5py.h5s.SEL_ALL:
-            fits = math.prod(shapes[place]) == source.vspace.get_select_npoints()
-        else:
-            ends = source.src_space.get_select_bounds()[1]
-            fits = all(end < length for end, length in zip(ends, shapes[place], strict=True))
-        if not fits:
-            raise ValueError(f"{source.dset_name} in {source.file_name} has too few values")
-        if source.vspace.get_select_type() == h5py.h5s.SEL_ALL:
-            boxes.append(whole(dataset.shape))
-        else:
-            blocks = source.vspace.get_select_hyper_blocklist().tolist()
-            boxes += [tuple((start, end + 1) for start, end in zip(*block, strict=True)) for block in blocks]
-    if not _covers(dataset.shape, boxes):
-        raise ValueError("no source has some of its values")
-
-
-def _covers(shape: tuple[int, ...], boxes: Sequence[Box]) -> bool:
-    """Return whether boxes, which may overlap, cover an array; False if there are too many of them to check."""
-    borders = [np.unique([0, length, *(end for box in boxes for end in box[dim])]) for dim, length in enumerate(shape)]
-    if math.prod(map(len, borders)) > _MOST_CELLS:
-        return False
-    covered = np.zeros([len(ends) - 1 for ends in borders], bool)
-    for box in boxes:
-        covered[tuple(slice(*np.searchsorted(ends, pair)) for ends, pair in zip(borders, box, strict=True))] = True
-    return bool(covered.all())
 
 
 #: places of a shard's parts, by key

@@ -210,14 +210,6 @@ def test_owners_are_ranks_in_their_own_order_on_nodes_of_several() -> None:
         assert exchanged[rank] == sum(2 * (size - (size + 3 - place) // 4) for size in sizes)
 
 
-def test_ranks_whose_numbers_are_unknown_are_one_class() -> None:
-    assert plan_tables._rank_classes(3, messages=None, images=None) == [{"ranks": "0-2", "messages": None, "images": None}]
-    assert plan_tables._rank_classes(3, messages=None, images=(4, 5, 4)) == [
-        {"ranks": "0, 2", "messages": None, "images": 4},
-        {"ranks": "1", "messages": None, "images": 5},
-    ]
-
-
 def test_data_are_written_as_a_line_for_each_object() -> None:
     box = {"rows": [0, 2]}
     values = {

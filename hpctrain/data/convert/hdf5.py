@@ -96,9 +96,8 @@ def _sample_count(name: str, images: tuple[int, ...], labels: tuple[int, ...]) -
 
 def _dataset(path: Path, file: h5py.File, key: str, option: str) -> h5py.Dataset:
     found = None
-    sentence = f"{path} does not have all values of {key} in files that may be read"
-    with errors_as(DataError, lambda why: f"{sentence}: {why}.", reason), suppress(KeyError):
-        require_stored(file, key, Path(file.filename).parent)
+    with errors_as(DataError, lambda why: f"{path} does not have all values of {key}: {why}.", reason), suppress(KeyError):
+        require_stored(file, key)
         found = file[key]
     if not isinstance(found, h5py.Dataset):
         names: list[str] = []

@@ -287,7 +287,7 @@ def test_claims_are_refused_before_anything_is_read(tmp_path, monkeypatch):
     with h5py.File(tmp_path / "a.h5", "w") as file:
         file.create_dataset("x", (1 << 40, 32, 32, 3), np.uint8, chunks=(1, 32, 32, 3))
         file.create_dataset("y", (1 << 40,), np.int64, chunks=(1000,))
-    with pytest.raises(DataError, match=f"all values of x .*: 0 of its {1 << 40} chunks were written"):
+    with pytest.raises(DataError, match=f"all values of x: 0 of its {1 << 40} chunks were written"):
         converted(tmp_path / "a.h5")
     written(tmp_path / "a.h5", chunks=True)
     monkeypatch.setattr(common, "available_bytes", lambda: 100)
@@ -295,17 +295,10 @@ def test_claims_are_refused_before_anything_is_read(tmp_path, monkeypatch):
         converted(tmp_path / "a.h5")
 
 
-def test_a_file_of_another_program_or_a_part_of_one_that_is_missing_is_reported(tmp_path):
+def test_a_file_of_another_program_is_reported(tmp_path):
     for libver in ("earliest", "latest"):
         with pytest.raises(DataError, match=r"is an HDF5 file, but not a data file of hpctrain.*; make one with .* convert hdf5"):
             ImageFile.open(written(tmp_path / "a.h5", libver=libver))
-    layout = h5py.VirtualLayout(IMAGES.shape, np.uint8)
-    layout[:] = h5py.VirtualSource("elsewhere.h5", "x", IMAGES.shape)
-    with h5py.File(tmp_path / "v.h5", "w") as file:
-        file.create_virtual_dataset("x", layout)
-        file["y"] = LABELS
-    with pytest.raises(DataError, match=r"elsewhere\.h5 cannot be read: No such file"):
-        converted(tmp_path / "v.h5")
 
 
 def test_a_data_file_that_was_rewritten_in_the_old_format_says_so_and_can_be_converted(make_file, tmp_path):
