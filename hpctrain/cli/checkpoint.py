@@ -1,4 +1,4 @@
-"""`hpctrain checkpoint` and `hpctrain weights`: list, verify, show, convert and prune checkpoints; import and export weights.
+"""`hpctrain checkpoint` and `hpctrain weights`: list, verify, show and prune checkpoints; import and export weights.
 
 Neither needs MPI. Files of weights use torchvision's names.
 """
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hpctrain.cli.arguments import Commands, FilePath, OneOf, OutputFile, or_newest_trained
+from hpctrain.cli.arguments import Commands, FilePath, OutputFile, or_newest_trained
 from hpctrain.core.errors import CheckpointError, ConfigError
 from hpctrain.core.text import counted, echo, echo_block, echo_wrapped, shell_word, size_text
 
@@ -27,7 +27,7 @@ _JSON = click.option("--json", "as_json", is_flag=True, help="Print the content 
 
 @click.group(cls=Commands)
 def checkpoint() -> None:
-    """List, verify, show, convert and prune checkpoints of runs."""
+    """List, verify, show and prune checkpoints of runs."""
 
 
 @checkpoint.command("list")
@@ -107,40 +107,6 @@ def show(path: Path, as_json: bool) -> None:
     _print_facts(file, _about(content.meta), tensors)
     size = sum(math.prod(facts["shape"]) * np.dtype(facts["dtype"]).itemsize for facts in tensors.values())
     echo(f"{counted(len(tensors), 'tensor')}, {size_text(size)}")
-
-
-@checkpoint.command()
-@_PATH
-@click.option(
-    "--layout",
-    type=OneOf(["single", "sharded"]),
-    help="Layout of the new checkpoint: one file (single) or a directory of shards (sharded); default: the one PATH does not "
-    "have.",
-)
-@click.option(
-    "--shards", type=click.IntRange(min=1), help="Number of shards; default: the number of ranks that wrote the checkpoint."
-)
-@click.option("--out", type=FilePath(path_type=Path), required=True, help="Path of the new checkpoint, which must not exist.")
-def convert(path: Path, layout: str | None, shards: int | None, out: Path) -> None:
-    """Convert a checkpoint to the other layout.
-
-    PATH is a checkpoint, or a run directory, whose newest checkpoint is converted. The default is the newest run in `runs` that
-    has a checkpoint. Tensors and metadata are copied bitwise; the new checkpoint is read again and compared before the command
-    ends. The name of a directory of shards must end in .shards. A training can resume from the new checkpoint if it is in a run's
-    directory of checkpoints.
-    """
-    from hpctrain.runs.directory import run_of
-    from hpctrain.runs.owner import owned
-    from hpctrain.storage.checkpoint import convert as write_converted
-    from hpctrain.storage.checkpoint import is_sharded
-
-    _, file = files_of(path)[-1]
-    sharded = layout == "sharded" if layout is not None else not is_sharded(file)
-    if shards is not None and not sharded:
-        raise CheckpointError(f"--shards is {shards}, but the layout `single` has one file; leave --shards out.")
-    with owned(run_of(out.absolute().parent), "hpctrain checkpoint convert"):
-        tensors = write_converted(file, out, sharded=sharded, shards=shards).tensors
-    echo(f"{out}: all {len(tensors):,} tensors are bitwise equal to those of {file}")
 
 
 @checkpoint.command()

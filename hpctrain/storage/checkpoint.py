@@ -4,8 +4,6 @@ A checkpoint contains no grid and no ranks. Each parameter, statistic and optimi
 any number of ranks can resume from it. This module handles plain arrays only: the caller gathers them and calls `write` on one
 rank. No random state is stored, because each random number is a function of seed, epoch, step and sample.
 
-`convert` writes a checkpoint in the other layout (one file or shards), with bitwise equal tensors and metadata.
-
 Leftovers of interrupted writes and deletions are never read, and the next write removes them (`remove_left`). The name of each
 leftover identifies the process that created it; the leftover is kept while that process is alive. Processes of other machines
 cannot be checked. Their files are removed after ABANDONED_SECONDS without a write, or as soon as the directory has another owner
@@ -19,7 +17,6 @@ import logging
 import math
 import os
 import re
-import secrets
 import shutil
 import tempfile
 from collections.abc import Collection, Iterable, Mapping
@@ -33,9 +30,9 @@ from hpctrain.core.errors import CheckpointError
 from hpctrain.core.intervals import Box, relative, whole
 from hpctrain.core.text import choices
 from hpctrain.launch import processes
-from hpctrain.storage.atomic_write import PARTIAL, not_written, partial_path, replacing, synchronise_directory, writer_of
-from hpctrain.storage.hdf5_store import ShardedTensors, digest_of, open_file, read_file, read_store_meta, write_store
-from hpctrain.storage.shards import BEFORE, MANIFEST, SUFFIX, Part, WriteShares, delete, open_sharded, publish, write_shard
+from hpctrain.storage.atomic_write import PARTIAL, not_written, replacing, synchronise_directory, writer_of
+from hpctrain.storage.hdf5_store import ShardedTensors, open_file, read_file, read_store_meta, write_store
+from hpctrain.storage.shards import BEFORE, MANIFEST, SUFFIX, delete, open_sharded
 
 #: seconds without a write after which an unfinished file counts as abandoned
 ABANDONED_SECONDS = 3600.0
@@ -183,23 +180,19 @@ def _matching(directory: Path, name: re.Pattern[str]) -> list[tuple[int, Path]]:
     return sorted((int(match[1]), path) for match, path in matches if match)
 
 
-def write(path: Path, content: CheckpointContent, *, cleans: bool = True) -> None:
+def write(path: Path, content: CheckpointContent) -> None:
     """Write a checkpoint as one file, atomically.
 
-    The file is written under a temporary name in the same directory, synchronised and renamed; then the directory is
-    synchronised. Only one process may write in a directory at a time.
-
-    Args:
-        cleans: whether to first remove temporary files left by killed processes, of this checkpoint or of other checkpoints of a
-            run.
+    Temporary files left by killed processes, of this checkpoint or of other checkpoints of a run, are removed first. The file is
+    written under a temporary name in the same directory, synchronised and renamed; then the directory is synchronised. Only one
+    process may write in a directory at a time.
 
     Raises:
         CheckpointError: the file cannot be written (disk full, no permission). No partial file is left.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        if cleans:
-            remove_left(path.parent, of=path)
+        remove_left(path.parent, of=path)
         with replacing(path) as partial:
             write_store(partial, content.tensors, content.meta)
     except (OSError, RuntimeError) as error:
@@ -405,79 +398,3 @@ def facts(content: CheckpointContent, key: str) -> tuple[tuple[int, ...], np.dty
         return content.tensors.facts(key)
     tensor = content.tensors[key]
     return tensor.shape, tensor.dtype
-
-
-def convert(source: Path, out: Path, *, sharded: bool, shards: int | None = None) -> CheckpointContent:
-    """Write the checkpoint `source` to `out` in the given layout, read it back, compare, and return the new content.
-
-    Files of other processes in the directory of `out` are left alone. A checkpoint of one file is held in memory whole, as the
-    source or when it is read back. Of a sharded source, only the shard being written or one tensor is held.
-
-    Args:
-        sharded: whether the new checkpoint is a directory of shards.
-        shards: number of shards; default: number of ranks that wrote the source. Empty shards are not written.
-
-    Raises:
-        CheckpointError: the source is damaged, or `out` exists, has the name of the other layout or cannot be written.
-    """
-    _check(out, sharded)
-    content = read(source)
-    if sharded:
-        _write_shards(out, content, shards or int(str(content.meta.get("ranks", 1))))
-    else:
-        write(out, content, cleans=False)
-    try:
-        again = read(out)
-        _compare(content, again, out)
-    except CheckpointError:
-        remove(out)
-        raise
-    return again
-
-
-def _check(out: Path, sharded: bool) -> None:
-    if out.exists() or out.is_symlink():
-        raise CheckpointError(f"{out} already exists and is not overwritten; give another path, or delete it first.")
-    if is_sharded(out) != sharded:
-        legal = out.with_suffix(SUFFIX if sharded else ".h5")
-        raise CheckpointError(
-            f"The name {out} does not match the layout: a directory of shards ends in {SUFFIX}, a file does not; use {legal}."
-        )
-
-
-def _write_shards(out: Path, content: CheckpointContent, shards: int) -> None:
-    partial = partial_path(out, secrets.token_hex(4))
-    each = (_parts(content, number, shards) for number in range(shards))
-    try:
-        publish(partial, out, [write_shard(partial, number, parts) for number, parts in enumerate(each) if parts], content.meta)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
-
-
-def _parts(content: CheckpointContent, number: int, shards: int) -> dict[str, Part]:
-    """Return the parts of shard `number`, by tensor."""
-    shares, parts = WriteShares(number, shards), {}
-    for key in content.tensors:
-        shape, dtype = facts(content, key)
-        box: Box | None = whole(shape)
-        if 0 not in shape:
-            box = shares.own(whole(shape), dtype.itemsize)
-        elif number != 0:  # the first shard stores name and shape of a tensor without elements
-            box = None
-        if box is not None:
-            parts[key] = Part(shape, box, np.array(restore(content, key, shape, dtype, box), order="C"))
-    return parts
-
-
-def _compare(content: CheckpointContent, again: CheckpointContent, out: Path) -> None:
-    differs = [key for key in content.tensors if key not in again.tensors or _digest(content, key) != _digest(again, key)]
-    if differs or len(again.tensors) != len(content.tensors) or again.meta != content.meta:
-        what = f"tensor {differs[0]}" if differs else "its metadata or the list of its tensors"
-        raise CheckpointError(
-            f"The new checkpoint {out} differs from its source in {what} and was deleted; convert again, to another disk."
-        )
-
-
-def _digest(content: CheckpointContent, key: str) -> str:
-    return digest_of(np.asarray(content.tensors[key], order="C"))

@@ -1,4 +1,4 @@
-"""`hpctrain checkpoint`: list, verify, show and convert; and no more checkpoints are kept than configured."""
+"""`hpctrain checkpoint`: list, verify, show and prune; and no more checkpoints are kept than configured."""
 
 from __future__ import annotations
 
@@ -126,41 +126,13 @@ def test_the_best_among_the_latest_is_pruned_by_no_request(run: Path, best: Path
     assert best.exists()
 
 
-def test_the_newest_is_converted_to_the_other_layout_and_back(run: Path) -> None:
-    shards, back = run / "checkpoints" / "checkpoint-00000003.shards", run / "back.h5"
-    result = _call("convert", str(run), "--shards", "1", "--out", str(shards))
-    file = checkpoint_path(run / "checkpoints", 3)
-    assert (result.exit_code, result.output) == (0, f"{shards}: all 1 tensors are bitwise equal to those of {file}\n")
-    assert "all checksums of 1 tensor agree" in _call("verify", str(shards)).output
-    assert _call("convert", str(shards), "--out", str(back)).exit_code == 0
-    assert read(back).meta == read(file).meta
-    assert _call("convert", str(shards), "--layout", "sharded", "--out", str(run / "other.shards")).exit_code == 0
-    refused = _call("convert", str(shards), "--shards", "2", "--out", str(run / "b.h5"))
-    assert "--shards is 2, but the layout `single` has one file; leave --shards out." in refused.output
-    assert _call("convert", str(run)).exit_code == 2
-
-
-def test_a_run_that_is_written_to_is_neither_pruned_nor_converted_in(run: Path) -> None:
+def test_a_run_that_is_written_to_is_not_pruned(run: Path) -> None:
     make_run(run, "name: a\n")
     before = sorted(path.name for path in (run / "checkpoints").iterdir())
-    new = run / "checkpoints" / "checkpoint-00000003.shards"
     with owned(run, "hpctrain train"):
-        for words in (["prune", str(run), "--keep", "1"], ["convert", str(run), "--out", str(new)]):
-            refused = _call(*words)
-            assert refused.exit_code == 2
-            assert f"The run {run} is being written to by hpctrain train, process {os.getpid()} on " in refused.output
-        assert _call("convert", str(run), "--out", str(run.parent / "copy.shards")).exit_code == 0
+        refused = _call("prune", str(run), "--keep", "1")
+        assert refused.exit_code == 2
+        assert f"The run {run} is being written to by hpctrain train, process {os.getpid()} on " in refused.output
         assert _call("verify", str(run)).exit_code == 0
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == before
     assert _call("prune", str(run), "--keep", "1").exit_code == 0
-
-
-def test_what_a_killed_run_has_left_is_pruned_once_it_is_old(run: Path) -> None:
-    left = run / "checkpoints" / "checkpoint-00000004.shards.abcd.partial"
-    left.mkdir()
-    (left / "shard-00000.h5").write_bytes(b"half")
-    assert _call("prune", str(run), "--keep", "3").output == ""
-    for path in (left / "shard-00000.h5", left):
-        os.utime(path, (1e9, 1e9))
-    assert _call("prune", str(run), "--keep", "3").output == f"deleted {left}\n"
-    assert len(list((run / "checkpoints").iterdir())) == 3

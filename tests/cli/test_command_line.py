@@ -153,7 +153,6 @@ MADE_INSIDE = {
     ("config copy", "directory"),
     ("data fetch", "out"),
     ("report", "png"),
-    ("checkpoint convert", "out"),
     ("doctor", "run_directory"),
 }
 

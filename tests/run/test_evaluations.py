@@ -46,7 +46,6 @@ from hpctrain.storage.checkpoint import (
     averaged_statistic_key,
     checkpoint_path,
     checkpoints,
-    convert,
     optimizer_key,
     parameter_key,
     read,
@@ -59,6 +58,7 @@ from hpctrain.training.replica import Replica
 from hpctrain_testing.virtual.communicator import ThreadCommunicator
 from hpctrain_testing.virtual.run import run_virtual, virtual_engine
 from tests.support import nets, network_state, run_in_process
+from tests.support.newest_checkpoint import write_shards
 from tests.support.runs import CLASSES, GRIDS, TrainedRun, train, train_virtual, work_virtual
 from tests.support.tiny_runs import whole_lines
 from tests.support.training import Task, assemble, replica_of
@@ -68,10 +68,10 @@ SAMPLES = 21
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> TrainedRun:
-    """A run with averaged weights whose checkpoint is a file, and, converted, a directory of shards next to it."""
+    """A run with averaged weights whose checkpoint is a file, and a directory of shards with the same content next to it."""
     trained = train(tmp_path_factory.mktemp("trained"), "ema.decay=0.5", "init.freeze=[stage1.*]")
     ((_, path),) = checkpoint.checkpoints(trained.run.checkpoints)
-    convert(path, trained.folder / "copy.shards", sharded=True, shards=3)
+    write_shards(trained.folder / "copy.shards", checkpoint.read(path), 3)
     return trained
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints of one file: complete or absent, converted to the other layout, and written by earlier programs."""
+"""Checkpoints of one file: complete or absent, the same in the other layout, and written by earlier programs."""
 
 import hashlib
 import json
@@ -15,12 +15,10 @@ from typing import Any
 import h5py
 import numpy as np
 import pytest
-from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpctrain.averaging.collective_schedule import CollectiveSchedule
-from hpctrain.cli.main import cli
 from hpctrain.core.errors import CheckpointError
 from hpctrain.data.image_file import DataFacts, ImageFile
 from hpctrain.run.resume import data_of
@@ -33,7 +31,6 @@ from hpctrain.storage.checkpoint import (
     by_age,
     checkpoint_path,
     checkpoints,
-    convert,
     next_sequence,
     open_checkpoint,
     optimizer_key,
@@ -46,7 +43,7 @@ from hpctrain.storage.checkpoint import (
     write,
 )
 from hpctrain.training.snapshot import Position
-from tests.support.newest_checkpoint import read_newest
+from tests.support.newest_checkpoint import read_newest, write_shards
 from tests.support.runs import train_virtual
 from tests.support.write_fixtures import CASES, CLASSES, SAMPLES, SHAPE, STEPS, arithmetic
 
@@ -367,9 +364,9 @@ def test_there_and_back_is_the_same_to_the_last_bit(
     write(source, content)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(write_shares, "_SMALLEST_SHARED_BYTES", least_bytes)
-        assert_same(convert(source, there, sharded=True, shards=shards), content)
-    assert_same(convert(there, back, sharded=False), content)
-    assert_same(convert(there, directory / "d.shards", sharded=True, shards=2), content)
+        write_shards(there, content, shards)
+    assert_same(read(there), content)
+    write(back, read(there))
     digests = []
     for path in (source, back):
         with h5py.File(path, "r") as file:
@@ -378,74 +375,20 @@ def test_there_and_back_is_the_same_to_the_last_bit(
     shutil.rmtree(directory)
 
 
-def test_there_are_as_many_shards_as_ranks_wrote_it_or_as_are_asked_for(tmp_path: Path) -> None:
-    write(tmp_path / "a.h5", content_of([((9,), "<f4")] * 6))
-    convert(tmp_path / "a.h5", tmp_path / "b.shards", sharded=True)
-    convert(tmp_path / "a.h5", tmp_path / "c.shards", sharded=True, shards=9)
-    counts = [len(list((tmp_path / name).glob("shard-*.h5"))) for name in ("b.shards", "c.shards")]
-    assert counts == [3, 6], "none is made without parts"
-
-
-def test_what_is_there_is_kept_and_names_say_the_layout(tmp_path: Path) -> None:
-    source, out = tmp_path / "a.h5", tmp_path / "b.shards"
-    write(source, content_of([((3,), "<f4")]))
-    growing = tmp_path / "checkpoint-00000009.h5.partial"
-    growing.write_text("a run's")
-    with pytest.raises(CheckpointError, match="already exists and is not overwritten"):
-        convert(source, source, sharded=False)
-    with pytest.raises(CheckpointError, match=r"The name .*b.shards does not match the layout: .* use .*b.h5"):
-        convert(source, out, sharded=False)
-    with pytest.raises(CheckpointError, match=r"The name .*b.h5 does not match the layout: .* use .*b.shards"):
-        convert(source, tmp_path / "b.h5", sharded=True)
-    out.mkdir()
-    with pytest.raises(CheckpointError, match="already exists"):
-        convert(source, out, sharded=True)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.h5", "b.shards", growing.name]
-    (tmp_path / "d.h5").write_bytes(source.read_bytes()[:-1])
-    with pytest.raises(CheckpointError, match=r"d.h5 is truncated"):
-        convert(tmp_path / "d.h5", tmp_path / "e.shards", sharded=True)
-
-
-@pytest.mark.parametrize("name", ["b.h5", "b.shards"])
-def test_a_disk_that_refuses_or_keeps_other_bits_leaves_nothing(tmp_path: Path, monkeypatch, name: str) -> None:
-    source, out = tmp_path / "a.h5", tmp_path / name
-    content = content_of([((30,), "<f4"), ((), "<f8")])
-    write(source, content)
-
-    def full(*arguments: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "fsync", full)
-        with pytest.raises(CheckpointError, match=r"cannot be written .*No space left on device"):
-            convert(source, out, sharded=name == "b.shards")
-    assert [path.name for path in tmp_path.iterdir()] == ["a.h5"]
-    other = CheckpointContent({**content.tensors, "parameters/0": np.zeros(30, "<f4")}, content.meta)
-    for again, what in ((other, "tensor parameters/0"), (CheckpointContent(content.tensors, {}), "its metadata")):
-        with monkeypatch.context() as patch:
-            patch.setattr(checkpoint, "read", lambda path, again=again: again if path == out else read(path))
-            with pytest.raises(CheckpointError, match=f"differs from its source in {what}"):
-                convert(source, out, sharded=name == "b.shards")
-        assert [path.name for path in tmp_path.iterdir()] == ["a.h5"]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["lazy", "sharded"])
 def test_a_run_goes_on_from_either_layout_with_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
-    """With what averagers keep back, and the state of the optimiser; the commands that convert are the user's."""
+    """With what averagers keep back, and the state of the optimiser."""
     shutil.copy(FIXTURES / "train.h5", tmp_path)
     monkeypatch.chdir(tmp_path)
     for name in ("single", "shards", "back"):
         shutil.copytree(FIXTURES / case / "run", name)
     [name] = os.listdir("single/checkpoints")
     sharded = f"shards/checkpoints/{Path(name).stem}.shards"
-    for directory, source, out in (
-        ("shards", f"single/checkpoints/{name}", sharded),
-        ("back", sharded, f"back/checkpoints/{name}"),
-    ):
+    for directory in ("shards", "back"):
         Path(directory, "checkpoints", name).unlink()
-        converted = CliRunner().invoke(cli, ["checkpoint", "convert", source, "--out", out])
-        assert converted.exit_code == 0, converted.output
+    write_shards(Path(sharded), read(Path(f"single/checkpoints/{name}")), CASES[case].ranks)
+    write(Path(f"back/checkpoints/{name}"), read(Path(sharded)))
     ends = []
     for directory in ("single", "shards", "back"):
         train_virtual(CASES[case].ranks, Path(directory, "config.yaml"), resume=directory, steps=2)
