@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from hpctrain.comm.base import Handle
+from hpctrain.comm.base import Handle, SingleCommunicator
 from hpctrain.comm.link import LinkModel
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.core.errors import CommunicationTimeoutError, DeadlockError
@@ -176,6 +176,12 @@ def virtual_engine(comm: ThreadCommunicator, deadline_seconds: float = 1e9, **op
         offer_core=lambda: None,
         **options,
     )
+
+
+def lone_rank() -> tuple[SingleCommunicator, ProgressEngine]:
+    """Return the communicator of a process without others, and its progress engine."""
+    comm = SingleCommunicator()
+    return comm, ProgressEngine(rank=0, deadline_seconds=60, abort=comm.abort)
 
 
 def wait(*handles: Handle) -> None:

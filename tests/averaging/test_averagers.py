@@ -32,7 +32,7 @@ from hpctrain.backend.host_arithmetic import HostArithmetic
 from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
 from hpctrain.backend.operators import Operator, StepContext
 from hpctrain.backend.specs import Spec, TensorSpec
-from hpctrain.comm.base import Communicator, Complete, SingleCommunicator
+from hpctrain.comm.base import Communicator, Complete
 from hpctrain.comm.link import LinkModel
 from hpctrain.comm.progress import LocalEvent, ProgressEngine
 from hpctrain.core.errors import OptionError
@@ -43,7 +43,7 @@ from hpctrain.storage.checkpoint import CheckpointContent
 from hpctrain.training.snapshot import Position
 from hpctrain_testing.virtual.communicator import ThreadCommunicator
 from hpctrain_testing.virtual.counters import Counters, CountingCommunicator
-from hpctrain_testing.virtual.run import run_virtual, virtual_engine
+from hpctrain_testing.virtual.run import lone_rank, run_virtual, virtual_engine
 from tests.support import nets
 from tests.support.averaging import OPTIMIZERS, STRATEGIES, averaged, make_group, one_step, planned
 from tests.support.training import Task, batches, replica_of
@@ -398,8 +398,7 @@ def test_sizes_are_given_or_measured() -> None:
 
 
 def test_an_operation_and_all_after_it_start_once_the_event_has_happened() -> None:
-    comm = SingleCommunicator()
-    engine = ProgressEngine(rank=0, deadline_seconds=5, abort=comm.abort)
+    comm, engine = lone_rank()
     queue = engine.queue(comm)
     started: list[str] = []
 

@@ -17,14 +17,13 @@ from hpctrain.averaging.slicing import Slice, fused
 from hpctrain.averaging.strategies.blocking import Blocking
 from hpctrain.averaging.strategies.priority import Priority
 from hpctrain.averaging.strategies.sharded import Sharded
-from hpctrain.comm.base import Communicator, SingleCommunicator
+from hpctrain.comm.base import Communicator
 from hpctrain.comm.groups import GridAxis, ProcessGrid, TwoLevel
 from hpctrain.comm.link import LinkModel
-from hpctrain.comm.progress import ProgressEngine
 from hpctrain.optim.optimizers import Sgd
 from hpctrain_testing.virtual.communicator import ThreadCommunicator
 from hpctrain_testing.virtual.counters import Counters, CountingCommunicator
-from hpctrain_testing.virtual.run import run_virtual, virtual_engine
+from hpctrain_testing.virtual.run import lone_rank, run_virtual, virtual_engine
 from tests.support.averaging import (
     INPUTS,
     OF_NODES,
@@ -234,8 +233,7 @@ def test_the_optimisers_state_is_gathered_and_taken_up_again(strategy: str) -> N
         return run_steps(averager, 4, first=4)
 
     data, state = run_virtual(4, first)[2]
-    single = SingleCommunicator()
-    alone = run_steps(make("blocking", "nesterov", single, ProgressEngine(rank=0, deadline_seconds=30, abort=single.abort)), 8)
+    alone = run_steps(make("blocking", "nesterov", *lone_rank()), 8)
     for found in run_virtual(3, then):
         assert np.linalg.norm(found - alone) <= 1e-10 * np.linalg.norm(alone)
 

@@ -13,13 +13,12 @@ from hypothesis import strategies as st
 from hpctrain.averaging.base import for_holders
 from hpctrain.averaging.collective_schedule import OperationKind
 from hpctrain.averaging.strategies.lazy import Lazy, LazyAverager, LazyInterval, LazyStep, next_interval
-from hpctrain.comm.base import Communicator, SingleCommunicator
-from hpctrain.comm.progress import ProgressEngine
+from hpctrain.comm.base import Communicator
 from hpctrain.optim.base import Optimizer
 from hpctrain.optim.optimizers import Sgd
 from hpctrain_testing.virtual.communicator import ThreadCommunicator
 from hpctrain_testing.virtual.counters import Counters, CountingCommunicator
-from hpctrain_testing.virtual.run import run_virtual, virtual_engine
+from hpctrain_testing.virtual.run import lone_rank, run_virtual, virtual_engine
 from tests.support.averaging import INPUTS, LR, OPTIMIZERS, OUTPUTS, SAMPLES, Watched, averaged, make_group, one_step, run_steps
 
 STEPS = 20
@@ -246,8 +245,7 @@ def test_the_interval_moves_by_one_and_stays_in_bounds(interval: int, steps: int
 
 
 def _alone(**options: int) -> LazyInterval:
-    comm = SingleCommunicator()
-    return LazyInterval(comm, ProgressEngine(rank=0, deadline_seconds=5, abort=comm.abort), **options)
+    return LazyInterval(*lone_rank(), **options)
 
 
 def _add(numbers: tuple[float, float, float], squares: np.ndarray) -> None:

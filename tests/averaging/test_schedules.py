@@ -38,9 +38,8 @@ from hpctrain.averaging.strategies.priority import Priority
 from hpctrain.averaging.strategies.sharded import Sharded
 from hpctrain.backend.graph import GraphBuilder
 from hpctrain.backend.specs import TensorSpec
-from hpctrain.comm.base import Communicator, SingleCommunicator
+from hpctrain.comm.base import Communicator
 from hpctrain.comm.link import LinkModel
-from hpctrain.comm.progress import ProgressEngine
 from hpctrain.core.errors import CheckpointError, CollectiveMismatchError, ConfigError, OptionError
 from hpctrain.core.intervals import even
 from hpctrain.models.families import vgg
@@ -48,7 +47,7 @@ from hpctrain.nn.network import declared
 from hpctrain.nn.parameter import GroupLayout, ParameterSpec
 from hpctrain.optim.base import NormsNeeded
 from hpctrain.optim.optimizers import Sgd
-from hpctrain_testing.virtual.run import run_virtual, virtual_engine
+from hpctrain_testing.virtual.run import lone_rank, run_virtual, virtual_engine
 from tests.support.averaging import STRATEGIES, averaged, make, make_group, planned
 
 
@@ -511,8 +510,7 @@ def test_a_model_that_differs_on_one_rank_is_refused_when_averagers_agree() -> N
 
 
 def test_a_stored_schedule_is_used_for_the_same_request_only() -> None:
-    comm = SingleCommunicator()
-    engine = ProgressEngine(rank=0, deadline_seconds=5, abort=comm.abort)
+    comm, engine = lone_rank()
 
     first = planned(Sharded, make_group(), bucket_bytes=100, replan=False).plan(None)
     assert first is not None

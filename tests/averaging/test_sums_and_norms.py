@@ -22,7 +22,7 @@ from hpctrain.averaging.strategies.overlap import Overlap
 from hpctrain.averaging.strategies.priority import Priority
 from hpctrain.averaging.strategies.sharded import Sharded
 from hpctrain.averaging.sufficient_factors import SufficientFactorExchange, exchanging_layers, linear_layers, moves_less
-from hpctrain.comm.base import Communicator, Handle, SingleCommunicator
+from hpctrain.comm.base import Communicator, Handle
 from hpctrain.comm.groups import GridAxis, ProcessGrid
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.core.intervals import ShardsOfRank, even
@@ -31,7 +31,7 @@ from hpctrain.optim.base import Norms, Optimizer
 from hpctrain.optim.optimizers import Lars, Sgd
 from hpctrain_testing.virtual.communicator import ThreadCommunicator
 from hpctrain_testing.virtual.counters import Counters, CountingCommunicator
-from hpctrain_testing.virtual.run import run_virtual, virtual_engine
+from hpctrain_testing.virtual.run import lone_rank, run_virtual, virtual_engine
 from tests.support.averaging import HIDDEN, INPUTS, OUTPUTS, STRATEGIES, averaged, make_group, one_step, shares
 
 GRID_SAMPLES, GRID_STEPS = 7, 6
@@ -133,8 +133,7 @@ def _train(part: _Part, averagers: dict[str, GradientAverager], progress: Progre
 
 
 def _alone(optimizer: str) -> dict[str, np.ndarray]:
-    comm = SingleCommunicator()
-    engine = ProgressEngine(rank=0, deadline_seconds=5, abort=comm.abort)
+    comm, engine = lone_rank()
     part = _Part(0, 1, {"all": slice(None)})
     return _train(part, {"all": averaged(Blocking, part.groups["all"], GRID_OPTIMIZERS[optimizer](), comm, engine)}, engine)
 

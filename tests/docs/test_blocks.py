@@ -46,7 +46,6 @@ from hpctrain.averaging.strategies.sharded import Sharded
 from hpctrain.backend import specs
 from hpctrain.cli import data as data_commands
 from hpctrain.cli.main import cli
-from hpctrain.comm.base import SingleCommunicator
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.config.load import parse
 from hpctrain.data.fetch import CIFAR10, FASHION_MNIST
@@ -58,6 +57,7 @@ from hpctrain.run.result import TrainingResult
 from hpctrain.runs.directory import BestRecord
 from hpctrain.site import profile
 from hpctrain.training.metrics import epoch_values
+from hpctrain_testing.virtual.run import lone_rank
 from tests.support import how_tos
 from tests.support.here import run_here
 from tests.support.tiny_runs import Start
@@ -364,8 +364,7 @@ def test_configurations_are_valid(block: Block, tmp_path: Path) -> None:
 
 def _alone() -> dict[str, Any]:
     """Names of a process that is alone: communicators, a progress engine, arrays, a group of no parameters."""
-    world = SingleCommunicator()
-    progress = ProgressEngine(rank=0, deadline_seconds=30, abort=world.abort)
+    world, progress = lone_rank()
     arrays = {"grad": np.ones(3), "shard": np.zeros(3), "data": np.zeros(3), "counts": [3]}
     groups = {"replicated": FlatGroup({}, "float64")}
     return {

@@ -18,7 +18,7 @@ from hpctrain.averaging.strategies.sharded import Sharded
 from hpctrain.backend.cuda.kernel_set import CudaKernelSet
 from hpctrain.backend.cuda.runtime import CudaRuntime
 from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
-from hpctrain.comm.base import Communicator, Handle, SingleCommunicator, raise_on_all_ranks
+from hpctrain.comm.base import Communicator, Handle, raise_on_all_ranks
 from hpctrain.comm.groups import GridAxis, ProcessGrid, in_levels, levels
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.comm.sums import Wire, sums_over
@@ -28,7 +28,7 @@ from hpctrain.optim.optimizers import Sgd
 from hpctrain.parallel.groups import RankStatistics
 from hpctrain_testing.emulator.device import EmulatedDevice
 from hpctrain_testing.virtual.communicator import ThreadCommunicator
-from hpctrain_testing.virtual.run import run_virtual, virtual_engine
+from hpctrain_testing.virtual.run import lone_rank, run_virtual, virtual_engine
 from tests.support import nets
 from tests.support.averaging import OPTIMIZERS, Watched, averaged, make_group, run_steps
 from tests.support.bfloat16 import rounded
@@ -390,8 +390,6 @@ def test_a_training_is_that_of_one_rank_of_numpy(
     device: EmulatedDevice = emulated_device(world.rank)
     kernels = CudaKernelSet(CudaRuntime(device, device.stream("compute"), "float64"))
     result = train(replace(task, kernels=kernels), world, progress, strategy, nominal_batch=task.batch, bucket_bytes=2000)
-    alone = SingleCommunicator()
-    engine = ProgressEngine(rank=0, deadline_seconds=60.0, abort=alone.abort)
-    expected = train(task, alone, engine, strategy, nominal_batch=task.batch, bucket_bytes=2000)
+    expected = train(task, *lone_rank(), strategy, nominal_batch=task.batch, bucket_bytes=2000)
     assert distance(result.parameters, expected.parameters) <= 1e-10
     device.finish()

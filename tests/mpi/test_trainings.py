@@ -29,6 +29,7 @@ from hpctrain.storage.checkpoint import CheckpointContent
 from hpctrain.training.replica import Replica, StrategyFactory
 from hpctrain.training.snapshot import Position
 from hpctrain.training.state_hashes import hash_of, state_hashes
+from hpctrain_testing.virtual.run import lone_rank
 from tests.support import nets
 from tests.support.averaging import OF_NODES, OPTIMIZERS, STRATEGIES, Watched, make, one_step, run_steps
 from tests.support.grid_matrix import NETS, TOLERANCE, alone, compare, on_ranks, plan_of
@@ -39,9 +40,7 @@ STEPS = 12
 
 
 def _alone(optimizer: str, dtype: str = "float64") -> np.ndarray:
-    comm = SingleCommunicator()
-    engine = ProgressEngine(rank=0, deadline_seconds=30, abort=comm.abort)
-    return run_steps(make("blocking", optimizer, comm, engine, dtype), STEPS)
+    return run_steps(make("blocking", optimizer, *lone_rank(), dtype), STEPS)
 
 
 @pytest.mark.mpi_differs
@@ -112,8 +111,7 @@ def test_a_whole_network_trains_alike(world: Communicator, progress: ProgressEng
     task = Task(partial(nets.plain, dropout=0.3), NumpyKernelSet(), optimizer)
     kind, options = STRATEGIES[strategy]
     ours = train(task, world, progress, kind, **options)
-    single = SingleCommunicator()
-    alone = train(task, single, ProgressEngine(rank=0, deadline_seconds=30, abort=single.abort), Blocking)
+    alone = train(task, *lone_rank(), Blocking)
     assert distance(ours.parameters, alone.parameters) < 1e-10
 
 
@@ -154,8 +152,7 @@ USUAL_OPTIMIZERS: dict[str, Callable[[], Optimizer]] = {
 
 
 def _single_rank(task: Task) -> Result:
-    comm = SingleCommunicator()
-    return train(task, comm, ProgressEngine(rank=0, deadline_seconds=30, abort=comm.abort), Blocking)
+    return train(task, *lone_rank(), Blocking)
 
 
 @pytest.mark.sample(3)
@@ -205,8 +202,7 @@ def _exact_task(model: str, kernels: str) -> Task:
 
 @cache
 def _exact_alone(model: str, kernels: str) -> Result:
-    comm = SingleCommunicator()
-    return train(_exact_task(model, kernels), comm, ProgressEngine(rank=0, deadline_seconds=60, abort=comm.abort), Blocking)
+    return train(_exact_task(model, kernels), *lone_rank(), Blocking)
 
 
 @pytest.mark.slow

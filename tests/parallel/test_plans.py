@@ -25,8 +25,6 @@ from hpctrain.backend.specs import (
     TensorSpec,
     Window,
 )
-from hpctrain.comm.base import SingleCommunicator
-from hpctrain.comm.progress import ProgressEngine
 from hpctrain.core.errors import ConfigError
 from hpctrain.core.intervals import even_intervals, relative, shape_of, whole
 from hpctrain.models import catalogue
@@ -52,6 +50,7 @@ from hpctrain.parallel.sharding_rules import (
     SplitContext,
     shard,
 )
+from hpctrain_testing.virtual.run import lone_rank
 from tests.support import nets
 from tests.support.distributed import Double
 from tests.support.planned import job_of
@@ -394,8 +393,7 @@ def test_a_mixed_plan_moves_at_each_change_of_use_only() -> None:
 
 
 def test_a_pattern_that_matches_nothing_is_refused() -> None:
-    comm = SingleCommunicator()
-    group = SplitGroup(comm, ProgressEngine(rank=0, deadline_seconds=5, abort=comm.abort))
+    group = SplitGroup(*lone_rank())
     with pytest.raises(ConfigError, match=r"'layer9\.\*'; the nearest is .layer"):
         GridDistribution(ParallelPlan(1, 1, use={"layer9.*": _D}), group).prepare(_graph(nets.residual(), (1, 9, 7, 3)))
 

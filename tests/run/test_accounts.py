@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 
 from hpctrain.backend.choice import make_backend
 from hpctrain.comm.base import Communicator, SingleCommunicator
-from hpctrain.comm.progress import ProgressEngine
 from hpctrain.core.errors import ConfigError
 from hpctrain.core.text import size_text
 from hpctrain.flight.recorder import FlightRecorder
@@ -34,7 +33,7 @@ from hpctrain.runs.state import RunReader, RunState
 from hpctrain.training.accounts import StepParts
 from hpctrain.training.snapshot import Position
 from hpctrain_testing.virtual.communicator import ThreadCommunicator
-from hpctrain_testing.virtual.run import run_virtual, virtual_engine
+from hpctrain_testing.virtual.run import lone_rank, run_virtual, virtual_engine
 from tests.data.conftest import make_file as make_file
 from tests.support.emulated import CudaKernelsFactory
 from tests.support.recorded import SECOND, Heard, record
@@ -255,8 +254,7 @@ def test_nodes_that_are_alike_are_reported_once_and_many_ranks_are_shortened(
 
 
 def _rank(*, may_communicate: bool = True) -> Any:
-    world = SingleCommunicator()
-    engine = ProgressEngine(rank=0, deadline_seconds=1.0, abort=lambda code: None)
+    world, engine = lone_rank()
     library = "MPICH 5, level single"
     return SimpleNamespace(world=world, progress=engine, threads_may_communicate=may_communicate, mpi_library=library)
 

@@ -22,13 +22,7 @@ def arena_sizes(backend: str) -> dict[str, list[int]]:
     """network -> bytes of [training, evaluation]."""
     kernels = make_backend(backend).kernels
     sizes = {}
-    for model, batch, pixels in (
-        ("resnet50", 8, 224),
-        ("vgg16", 4, 224),
-        ("resnet34", 12, 48),
-        ("resnet20", 64, 32),
-        ("small", 32, 28),
-    ):
+    for model, batch, pixels in _NETWORKS:
         task = workload(model, batch, pixels)
         builder = GraphBuilder(TensorSpec((task.batch, task.pixels, task.pixels, task.channels), "float32"))
         graph = builder.build(catalogue.build(task.model, task.options).lower(builder, 0, ""))

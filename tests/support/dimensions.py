@@ -389,21 +389,7 @@ def task_of(row: Row) -> Task:
 
 
 #: options that an averager may have
-AVERAGING = (
-    "averager",
-    "slices",
-    "sizes",
-    "window",
-    "fc_exchange",
-    "replan",
-    "two_level",
-    "wire",
-    "wire_parameters",
-    "lazy",
-    "sparse",
-    "micro_batches",
-    "exact",
-)
+AVERAGING = ("averager", "slices", *_OPTIONS, "lazy", "sparse", "micro_batches", "exact")
 
 DATA = ("data", "grid")
 

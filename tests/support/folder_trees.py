@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import codecs
 import io
 import os
 import random
 import struct
 import unicodedata
 import zlib
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 from PIL import Image
 
 NAMES = ("ant", "größe", unicodedata.normalize("NFD", "Füße"), "猫", "кот", "with space", "été", "lion", "n01440764", "🐝")
-#: a user who is not root
-_NOBODY = 65534
 _SMALL = Image.fromarray(np.random.default_rng(0).integers(0, 256, (6, 5, 3), np.uint8))
 
 
@@ -182,17 +177,3 @@ class Folder:
                     else:
                         others.add(str(path))
         return pictures, others
-
-
-@contextmanager
-def as_another_user() -> Iterator[None]:
-    """Run the body of the `with` statement as a user who is not root."""
-    if os.geteuid():
-        yield
-        return
-    codecs.lookup("utf-8-sig")  # Python loads codecs when they are needed, from a place that may be root's alone
-    os.seteuid(_NOBODY)
-    try:
-        yield
-    finally:
-        os.seteuid(0)

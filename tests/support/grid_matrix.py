@@ -18,12 +18,12 @@ import numpy as np
 from hpctrain.averaging.strategies.blocking import Blocking
 from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
 from hpctrain.backend.operators import KernelSet
-from hpctrain.comm.base import Communicator, SingleCommunicator
+from hpctrain.comm.base import Communicator
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.models import catalogue
 from hpctrain.optim.optimizers import Sgd
 from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
-from hpctrain_testing.virtual.run import run_virtual, virtual_engine
+from hpctrain_testing.virtual.run import lone_rank, run_virtual, virtual_engine
 from tests.support.training import Result, Task, train
 
 TOLERANCE = 1e-9
@@ -142,9 +142,7 @@ def relative_distances(found: Mapping[str, np.ndarray], expected: Mapping[str, n
 
 def alone(task: Task) -> Result:
     """The task on one rank."""
-    comm = SingleCommunicator()
-    engine = ProgressEngine(rank=0, deadline_seconds=60, abort=comm.abort)
-    return train(replace(task, plan=ParallelPlan()), comm, engine, Blocking, keep_gradients=True)
+    return train(replace(task, plan=ParallelPlan()), *lone_rank(), Blocking, keep_gradients=True)
 
 
 @lru_cache(maxsize=2)

@@ -15,13 +15,12 @@ from hpctrain.averaging.averagers import make_averager
 from hpctrain.averaging.base import AveragerSetup, PlannedGroup
 from hpctrain.averaging.strategies.blocking import Blocking
 from hpctrain.backend.operators import MixedLabels, StepContext
-from hpctrain.comm.base import SingleCommunicator
-from hpctrain.comm.progress import ProgressEngine
 from hpctrain.data.sampler import Reordering, counts
 from hpctrain.nn.network import Network, layer_of
 from hpctrain.optim.ema import EmaRule, with_ema
 from hpctrain.training.metrics import StepTotals
 from hpctrain.training.replica import StrategyFactory
+from hpctrain_testing.virtual.run import lone_rank
 from tests.support.training import Result, Task, made_up
 
 #: of a step: positions in its batch, in groups that are passed through the network one after the other
@@ -65,8 +64,7 @@ def train_alone(
         other_order_from: from this step on samples come in the first other order, as after a rollback to it; None: never.
         other_groups: from a step on, these groups; None: the same in all steps.
     """
-    comm = SingleCommunicator()
-    engine = ProgressEngine(rank=0, deadline_seconds=60, abort=comm.abort)
+    comm, engine = lone_rank()
     network = Network(
         task.model(),
         task.image_shape,

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 from hpctrain.averaging.averagers import make_strategy
 from hpctrain.averaging.base import GradientAverager, PlannedGroup, Strategy
 from hpctrain.averaging.collective_schedule import EventKind
-from hpctrain.backend.graph import Graph, GraphBuilder
 from hpctrain.backend.operators import Array
-from hpctrain.backend.specs import TensorSpec
-from hpctrain.nn.network import declared
 from hpctrain.nn.parameter import Parameter
-from hpctrain.planner.costs.machine import Link, LinkSegment, Machine, OperatorClass, OperatorRate
+from hpctrain.planner.costs.machine import Link, LinkSegment, Machine, OperatorRate
 from hpctrain.planner.job import AveragerChoice, Candidate, Job
 from hpctrain.planner.planned_run import state_arrays, update_factor
 from hpctrain.planner.simulation.tasks import BeginExchange, EndBackward, Happens, Merge, NeedsParameters, StepMessage, Task
@@ -23,7 +20,7 @@ from hpctrain.training.replica import Replica
 from hpctrain_testing.virtual.communicator import ThreadCommunicator
 from hpctrain_testing.virtual.counters import Counters, CountingCommunicator
 from hpctrain_testing.virtual.run import run_virtual, virtual_engine
-from tests.support import training
+from tests.support import simulated, training
 from tests.support.averaging import Forwarding
 
 _STATISTICS = {"statistics": "all", "split statistics": "split", "data statistics": "data"}
@@ -35,32 +32,19 @@ Event = tuple[str, str, int]
 def machine(ranks_per_node: int = 2, memory_bytes: int = 4 << 30) -> Machine:
     """Links and rates of round numbers."""
     link = Link((LinkSegment(0, 2e-6, 1e-9),), operation_seconds=1e-5)
-    rates = {name: OperatorRate(5e10, 1e10, 1e-5) for name in OperatorClass}
-    return Machine("round numbers", 4096, ranks_per_node, 1.0, memory_bytes, link, link, ranks_per_node, rates)
+    rate = OperatorRate(5e10, 1e10, 1e-5)
+    return simulated.machine(link, link, rate=rate, ranks_per_node=ranks_per_node, nodes=4096, memory_bytes=memory_bytes)
 
 
 def job_of(task: training.Task) -> Job:
     """The training of a task, as the planner knows it."""
-    model = task.model()
-
-    def graph_of(batch: int) -> Graph:
-        builder = GraphBuilder(TensorSpec((batch, *task.image_shape), task.dtype))
-        return builder.build(model.lower(builder, 0, ""))
-
-    specs, _ = declared(model, graph_of(1))
     optimizer = task.optimizer()
-    return Job(
-        "made up",
-        graph_of,
-        specs,
-        task.kernels,
-        task.dtype,
-        task.image_shape,
-        task.batch,
-        optimizer.norms_needed,
-        make_strategy,
-        state_arrays=state_arrays(optimizer) + (task.ema is not None),
-        update_factor=update_factor(optimizer, state_arrays(optimizer)),
+    arrays = state_arrays(optimizer)
+    return replace(
+        simulated.job_of(task.model(), task.image_shape, task.batch, kernels=task.kernels, dtype=task.dtype),
+        norms_needed=optimizer.norms_needed,
+        state_arrays=arrays + (task.ema is not None),
+        update_factor=update_factor(optimizer, arrays),
         shards=task.exact_shards,
     )
 

@@ -59,12 +59,13 @@ def job_of(
     batch: int,
     options: Mapping[str, Any] | None = None,
     kernels: KernelSet | None = None,
+    dtype: str = "float32",
 ) -> Job:
     """Return a job. model: a layer, or a name of the catalogue with options."""
     layer = catalogue.build(model, options or {}) if isinstance(model, str) else model
 
     def graph_of(samples: int) -> Graph:
-        builder = GraphBuilder(TensorSpec((samples, *image_shape)))
+        builder = GraphBuilder(TensorSpec((samples, *image_shape), dtype))
         return builder.build(layer.lower(builder, 0, ""))
 
     return Job(
@@ -72,7 +73,7 @@ def job_of(
         graph_of=graph_of,
         specs=declared(layer, graph_of(1))[0],
         kernels=kernels or NumpyKernelSet(),
-        dtype="float32",
+        dtype=dtype,
         image_shape=image_shape,
         batch=batch,
         norms_needed=NormsNeeded.NONE,
@@ -90,19 +91,9 @@ def machine_of(
     within: Link | None = None,
 ) -> Machine:
     """Return a machine of equal links that cost no time of a core."""
-    link = Link((LinkSegment(0, alpha_seconds, 1.0 / bytes_per_second),))
+    between = link(alpha_seconds, 1.0 / bytes_per_second)
     rate = OperatorRate(flops_per_second, flops_per_second, 1e-6)
-    return Machine(
-        name="test",
-        nodes=1 << 14,
-        ranks_per_node=ranks_per_node,
-        cores_per_rank=1.0,
-        memory_bytes=memory_bytes,
-        within=within or link,
-        between=link,
-        ranks_per_card=ranks_per_node,
-        rates=dict.fromkeys(OperatorClass, rate),
-    )
+    return machine(between, within or between, rate=rate, ranks_per_node=ranks_per_node, nodes=1 << 14, memory_bytes=memory_bytes)
 
 
 GROUP = "all"
@@ -116,20 +107,26 @@ def link(alpha: float = 0.0, beta: float = 0.0, *, unattended_bytes: int | None 
 
 
 def machine(
-    between: Link | None = None, within: Link | None = None, *, ranks_per_node: int = 1, cores_per_rank: float = 1.0
+    between: Link | None = None,
+    within: Link | None = None,
+    *,
+    rate: OperatorRate | None = None,
+    ranks_per_node: int = 1,
+    cores_per_rank: float = 1.0,
+    nodes: int = 1 << 20,
+    memory_bytes: int = 1 << 40,
 ) -> Machine:
-    """A machine whose kernels other than operators take no time; without links, messages are free."""
-    rate = OperatorRate(float("inf"), float("inf"), 0.0)
+    """A machine. rate: None: kernels take no time; without links, messages are free."""
     return Machine(
         name="toy",
-        nodes=1 << 20,
+        nodes=nodes,
         ranks_per_node=ranks_per_node,
         cores_per_rank=cores_per_rank,
-        memory_bytes=1 << 40,
+        memory_bytes=memory_bytes,
         within=within or link(),
         between=between or link(),
         ranks_per_card=ranks_per_node,
-        rates=dict.fromkeys(OperatorClass, rate),
+        rates=dict.fromkeys(OperatorClass, rate or OperatorRate(float("inf"), float("inf"), 0.0)),
     )
 
 

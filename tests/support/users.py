@@ -25,7 +25,8 @@ def as_nobody() -> Iterator[None]:
     owner._read_marker.cache_clear()
     checkpoint._read_sequence_and_run.cache_clear()
     user = os.geteuid()
-    for encoding in ("ascii", "latin-1", "utf-16-le", "utf-16-be", "utf-32-le", "utf-32-be"):  # Python remembers a failed import
+    # Python remembers a failed import.
+    for encoding in ("ascii", "latin-1", "utf-8-sig", "utf-16-le", "utf-16-be", "utf-32-le", "utf-32-be"):
         codecs.lookup(encoding)
     if user == 0:
         os.seteuid(_NOBODY)

@@ -14,8 +14,6 @@ from unittest.mock import patch
 from hpctrain.backend.graph import Graph, GraphBuilder
 from hpctrain.backend.operators import KernelSet
 from hpctrain.backend.specs import TensorSpec
-from hpctrain.comm.base import SingleCommunicator
-from hpctrain.comm.progress import ProgressEngine
 from hpctrain.models import catalogue
 from hpctrain.nn.compile import compiler
 from hpctrain.nn.compile.memory import Block, Sharing, Timeline, Use
@@ -25,6 +23,7 @@ from hpctrain.nn.layers import Conv2d, Flatten, Layer, Linear, ReLU, Residual, S
 from hpctrain.parallel.moves import SplitGroup
 from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
 from hpctrain.parallel.partition_graph import partition_graph
+from hpctrain_testing.virtual.run import lone_rank
 from tests.support import nets
 
 P, I, F, R, B = Action.PARAMETERS, Action.INPUT, Action.FREE, Action.RECOMPUTE, Action.BEGIN  # noqa: E741
@@ -39,7 +38,7 @@ def lowered(model: Layer, shape: tuple[int, int, int], samples: int = 3) -> Grap
 def split(model: Layer, shape: tuple[int, int, int]) -> Graph:
     """The graph that the first of two ranks computes of the model on images that are split by rows."""
     plan = ParallelPlan(2, 1, Parallelism.DOMAIN)
-    group = SplitGroup(SingleCommunicator(), ProgressEngine(rank=0, deadline_seconds=1.0, abort=lambda code: None))
+    group = SplitGroup(*lone_rank())
     return partition_graph(lowered(model, shape), plan, (2, 1)).local(0, group)
 
 

@@ -24,8 +24,6 @@ from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
 from hpctrain.backend.operators import KernelSet
 from hpctrain.backend.pixels import PixelBatch
 from hpctrain.backend.specs import parameter_dtype
-from hpctrain.comm.base import SingleCommunicator
-from hpctrain.comm.progress import ProgressEngine
 from hpctrain.core.errors import BackendError, DivergedError
 from hpctrain.data.image_file import ImageFile
 from hpctrain.data.loader import Loader
@@ -39,7 +37,7 @@ from hpctrain.training.replica import Replica, StrategyFactory
 from hpctrain_testing.emulator.device import EmulatedDevice
 from hpctrain_testing.emulator.memory import EmulatedDeviceError
 from hpctrain_testing.virtual.communicator import ThreadCommunicator
-from hpctrain_testing.virtual.run import run_virtual, virtual_engine
+from hpctrain_testing.virtual.run import lone_rank, run_virtual, virtual_engine
 from tests.support import nets
 from tests.support.emulated import EmulatedDeviceFactory
 from tests.support.training import Result, Task, batches, replica_of, train
@@ -206,9 +204,7 @@ def _single_rank_task(seed: int) -> Task:
 
 
 def _replica(task: Task, kernels: KernelSet, strategy: StrategyFactory) -> Replica:
-    comm = SingleCommunicator()
-    progress = ProgressEngine(rank=0, deadline_seconds=60, abort=comm.abort)
-    return replica_of(replace(task, kernels=kernels), comm, progress, strategy)
+    return replica_of(replace(task, kernels=kernels), *lone_rank(), strategy)
 
 
 def _train(
@@ -377,8 +373,7 @@ def _train_on_images(
         batch=BATCH,
         micro_batches=2,
     )
-    comm = SingleCommunicator()
-    replica = replica_of(task, comm, ProgressEngine(rank=0, deadline_seconds=60, abort=comm.abort), Sharded)
+    replica = replica_of(task, *lone_rank(), Sharded)
     loader = Loader(file, Sampler(SAMPLES, BATCH, 5), pipeline, **replica.place, leaves_pixels=leaves_pixels)
     device = kernels.runtime.device if isinstance(kernels, CudaKernelSet) else EmulatedDevice()
     assert isinstance(device, EmulatedDevice)

@@ -21,9 +21,7 @@ from hpctrain.backend.cuda.kernel_set import CudaKernelSet
 from hpctrain.backend.cuda.runtime import CudaRuntime
 from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
 from hpctrain.backend.operators import KernelSet
-from hpctrain.comm.base import SingleCommunicator
 from hpctrain.comm.groups import ProcessGrid
-from hpctrain.comm.progress import ProgressEngine
 from hpctrain.core.errors import BackendError, ConfigError, CorruptedStateError, DivergedError
 from hpctrain.core.intervals import even
 from hpctrain.data.loader import ArrayLoader
@@ -41,7 +39,7 @@ from hpctrain.training.replica import BETWEEN, LoopState, Replica, StrategyFacto
 from hpctrain.training.snapshot import Position
 from hpctrain.training.weight_watch import CheckCadence
 from hpctrain_testing.virtual.communicator import ThreadCommunicator
-from hpctrain_testing.virtual.run import run_virtual, virtual_engine
+from hpctrain_testing.virtual.run import lone_rank, run_virtual, virtual_engine
 from tests.support import nets, network_state
 from tests.support.emulated import CudaKernelsFactory, EmulatedDeviceFactory
 from tests.support.training import Task, batches, distance, made_up, replica_of, train
@@ -311,8 +309,7 @@ def _task(kernels: KernelSet, optimizer: str = "sgd", **changes: Any) -> Task:
 
 def _replica_alone(task: Task, strategy: str) -> Replica:
     kind, options = STRATEGIES[strategy]
-    progress = ProgressEngine(rank=0, deadline_seconds=60.0, abort=lambda code: None)
-    return replica_of(task, SingleCommunicator(), progress, kind, nominal_batch=task.batch, **options)
+    return replica_of(task, *lone_rank(), kind, nominal_batch=task.batch, **options)
 
 
 def _trained(task: Task, strategy: str) -> tuple[Replica, list[float]]:

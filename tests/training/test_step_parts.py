@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from hpctrain.averaging.strategies.blocking import Blocking
 from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
 from hpctrain.backend.operators import LossSums
-from hpctrain.comm.base import Communicator, SingleCommunicator
+from hpctrain.comm.base import Communicator
 from hpctrain.comm.progress import MessageAccount, ProgressEngine
 from hpctrain.core.errors import BackendError
 from hpctrain.core.text import size_text
@@ -35,7 +35,7 @@ from hpctrain.training.snapshot import Position
 from hpctrain.training.step import GradientSum
 from hpctrain.training.stopping import EarlyStop, TimeLimit
 from hpctrain_testing.virtual.communicator import ThreadCommunicator
-from hpctrain_testing.virtual.run import run_virtual, virtual_engine
+from hpctrain_testing.virtual.run import lone_rank, run_virtual, virtual_engine
 from tests.support import nets
 from tests.support.averaging import make_group
 from tests.support.training import Result, Task, distance, train
@@ -90,8 +90,7 @@ def test_numbers_of_checks_are_summed_with_the_statistics() -> None:
 
 
 def test_a_loss_that_is_not_finite_is_counted_and_not_summed() -> None:
-    comm = SingleCommunicator()
-    message = _message(comm, ProgressEngine(rank=0, deadline_seconds=5, abort=comm.abort))
+    message = _message(*lone_rank())
     message.clear()
     message.add(LossSums(float("nan"), 0, 0, 4), np.zeros(2))
     message.add(LossSums(3.0, 1, 1, 2), np.ones(2))
@@ -102,8 +101,7 @@ def test_a_loss_that_is_not_finite_is_counted_and_not_summed() -> None:
 
 
 def test_posting_over_an_unread_message_is_a_bug() -> None:
-    comm = SingleCommunicator()
-    message = _message(comm, ProgressEngine(rank=0, deadline_seconds=5, abort=comm.abort))
+    message = _message(*lone_rank())
     message.clear()
     message.post(stop=False)
     with pytest.raises(AssertionError, match="has not been read"):

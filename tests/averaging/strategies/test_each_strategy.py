@@ -21,16 +21,15 @@ from hpctrain.averaging.strategies.overlap import Overlap
 from hpctrain.averaging.strategies.priority import Priority, PriorityOptions
 from hpctrain.averaging.strategies.sharded import Sharded, ShardedOptions
 from hpctrain.averaging.strategies.sparse import Sparse, SparseOptions
-from hpctrain.comm.base import Communicator, SingleCommunicator
+from hpctrain.comm.base import Communicator
 from hpctrain.comm.link import LinkModel
-from hpctrain.comm.progress import ProgressEngine
 from hpctrain.core.errors import HpctrainError, OptionError
 from hpctrain.nn.parameter import FlatGroup, GroupLayout, ParameterSpec
 from hpctrain.optim.base import Norms, NormsNeeded, Optimizer
 from hpctrain.optim.optimizers import Lars, Sgd
 from hpctrain_testing.virtual.communicator import ThreadCommunicator
 from hpctrain_testing.virtual.counters import Counters, CountingCommunicator
-from hpctrain_testing.virtual.run import run_virtual, virtual_engine
+from hpctrain_testing.virtual.run import lone_rank, run_virtual, virtual_engine
 from tests.averaging.test_modelled_time import _Free
 from tests.support.averaging import averaged, make_group, one_step, planned
 
@@ -140,9 +139,8 @@ def test_blocking_is_the_optimiser_on_the_sum_of_gradients(make: Callable[[], Op
 
 
 def test_parameters_stand_still_until_backward_has_ended() -> None:
-    comm = SingleCommunicator()
     group = _group("float32")
-    averager = averaged(Blocking, group, Sgd(), comm, ProgressEngine(rank=0, deadline_seconds=5, abort=comm.abort))
+    averager = averaged(Blocking, group, Sgd(), *lone_rank())
     before = group.data.copy()
     averager.begin_step(0.1)
     group.grad[...] = 1.0

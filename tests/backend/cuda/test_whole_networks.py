@@ -16,8 +16,6 @@ from hpctrain.backend.numpy.classifier import SoftmaxCrossEntropy
 from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
 from hpctrain.backend.operators import AnyArrays, Buffers, KernelSet, LossOperator, LossSums, Operator, StepContext, ViewOperator
 from hpctrain.backend.specs import DropoutSpec, FlattenSpec, SoftmaxCrossEntropySpec, Spec, TensorSpec
-from hpctrain.comm.base import SingleCommunicator
-from hpctrain.comm.progress import ProgressEngine
 from hpctrain.core.errors import BackendError
 from hpctrain.models import catalogue
 from hpctrain.nn.compile.steps import make_steps
@@ -39,6 +37,7 @@ from hpctrain.nn.layers import (
 from hpctrain.nn.network import Network
 from hpctrain.optim.optimizers import Sgd
 from hpctrain.testing.operators import put, take
+from hpctrain_testing.virtual.run import lone_rank
 from tests.support import nets
 from tests.support.emulated import CudaKernelsFactory
 from tests.support.training import Result, Task, train
@@ -163,9 +162,7 @@ TASKS = {
 
 
 def _trained(task: Task, kernels: KernelSet) -> Result:
-    comm = SingleCommunicator()
-    progress = ProgressEngine(rank=0, deadline_seconds=60, abort=comm.abort)
-    return train(replace(task, kernels=kernels), comm, progress, Blocking, keep_gradients=True)
+    return train(replace(task, kernels=kernels), *lone_rank(), Blocking, keep_gradients=True)
 
 
 def _assert_close(result: Result, expected: Result) -> None:

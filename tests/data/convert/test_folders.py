@@ -21,8 +21,9 @@ from hpctrain.data.convert import common, folder
 from hpctrain.data.convert.common import ConvertedFile, DecodedPicture, LeftOut, PictureForm, pack
 from hpctrain.data.image_file import ImageFile
 from hpctrain.data.writer import BLOCK_OFFSET, UnfinishedFile
-from tests.support.folder_trees import Folder, as_another_user
+from tests.support.folder_trees import Folder
 from tests.support.sampling import amount
+from tests.support.users import as_nobody
 
 
 @pytest.mark.parametrize("threads", [1, 3])
@@ -222,7 +223,7 @@ def open_place():
 
 
 def convert_as_another_user(*words):
-    with as_another_user():
+    with as_nobody():
         return CliRunner().invoke(data, ["convert", "folder", *map(str, words)], catch_exceptions=False)
 
 
