@@ -19,7 +19,7 @@ from hpctrain.backend.choice import DEVICE_VARIABLE
 from hpctrain.cli.main import cli
 from hpctrain.data.writer import write_data_file
 from hpctrain.flight.start_records import RECORDS
-from hpctrain_testing.run import Outcome, run_job
+from hpctrain_testing.run import Outcome, patched_program, run_job
 
 #: deadline of all faulty jobs; a job that hangs must end within this time and some seconds for the start
 DEADLINE_SECONDS = 3.0
@@ -40,8 +40,6 @@ averager: overlap
 """
 
 _PROGRAM = """
-import os, runpy, signal, sys, time
-rank = int(os.environ.get("PMI_RANK") or os.environ.get("OMPI_COMM_WORLD_RANK") or 0)
 def once(owner, name, fault, when=lambda *arguments: True):
     "Replace a function: the first call for which `when` holds is `fault`'s, with the function itself before its arguments."
     original, done = getattr(owner, name), []
@@ -54,17 +52,10 @@ def once(owner, name, fault, when=lambda *arguments: True):
 def in_step_2(self, batch, step, lr):
     return step == 1
 def patch():
-    if rank not in @RANKS@:
+    if here not in @RANKS@:
         return
     from hpctrain.training.step import TrainingStep
 @FAULT@
-from hpctrain.cli import main
-command = main.LazyGroup.get_command
-def patched(*arguments):
-    patch()
-    return command(*arguments)
-main.LazyGroup.get_command = patched
-runpy.run_module("hpctrain", run_name="__main__", alter_sys=True)
 """
 
 
@@ -316,9 +307,9 @@ def run_fault(
         subprocess.TimeoutExpired: the job hangs; it has been ended.
     """
     lines = textwrap.indent(textwrap.dedent(fault.lines).strip() or "pass", "    ")
-    program = _PROGRAM.replace("@RANKS@", repr(fault.ranks)).replace("@FAULT@", lines)
+    program = patched_program(_PROGRAM).replace("@RANKS@", repr(fault.ranks)).replace("@FAULT@", lines)
     if fault.name == "another configuration":
-        program = program.replace("def patch():", f"if rank in {fault.ranks!r}:\n    sys.argv.append('seed=8')\ndef patch():")
+        program = program.replace("def patch():", f"if here in {fault.ranks!r}:\n    sys.argv.append('seed=8')\ndef patch():")
     if fault.name == "other files of hpctrain":  # read by the first rank of a node; here all ranks but one are first
         program = program.replace("import os, runpy", 'import os\nos.environ["MPI_LOCALRANKID"] = "0"\nimport runpy')
     (folder / "faulty.py").write_text(program)

@@ -21,6 +21,28 @@ _LAUNCHER_PREFIXES = ("PMI", "PALS_", "MPI_LOCAL", "OMPI_", "PRTE_", "SLURM_", "
 # and the line's end separately, and another rank's line may come between them.
 _LEFT_OUT = (*_LAUNCHER_PREFIXES, "PYTHONDONTWRITEBYTECODE", "PYTHONUNBUFFERED")
 
+_PATCHED = """
+import errno, os, runpy, signal, sys, threading, time
+from pathlib import Path
+here = int(os.environ.get("PMI_RANK") or os.environ.get("OMPI_COMM_WORLD_RANK") or 0)
+BODY
+from hpctrain.cli import main
+command = main.LazyGroup.get_command
+def patched(*arguments):
+    patch()
+    return command(*arguments)
+main.LazyGroup.get_command = patched
+runpy.run_module("hpctrain", run_name="__main__", alter_sys=True)
+"""
+
+
+def patched_program(body: str) -> str:
+    """Return the text of a program that is `hpctrain` with some functions replaced.
+
+    body: defines `patch()`, which is called once the command is known and before the job starts; `here` is the rank.
+    """
+    return _PATCHED.replace("BODY", body)
+
 
 @dataclass(frozen=True)
 class Outcome:

@@ -19,7 +19,7 @@ from click.testing import CliRunner
 
 from hpctrain.cli.main import cli
 from hpctrain.cli.run_command import ATTEMPTS_FILE
-from hpctrain_testing.run import clean_environment, find_mpiexec
+from hpctrain_testing.run import clean_environment, find_mpiexec, patched_program
 from tests.support.here import run_here
 from tests.support.sampling import amount
 from tests.support.signal_storm import final_tensors, prepare, same_bits
@@ -112,23 +112,16 @@ def test_a_training_that_is_killed_at_random_moments_reaches_the_end(folder: Pat
 
 # The program; rank 1 is killed in each step whose number is a multiple of five, once.
 _KILLED = """
-import os, runpy, signal, sys
-from pathlib import Path
-def patched(*arguments):
+def patch():
     from hpctrain.training.step import TrainingStep
     run = TrainingStep.run
     def killed(self, batch, global_step, lr):
         mark = Path(f"killed-{global_step}")
-        if os.environ.get("PMI_RANK") == "1" and global_step % 5 == 4 and not mark.exists():
+        if here == 1 and global_step % 5 == 4 and not mark.exists():
             mark.touch()
             os.kill(os.getpid(), signal.SIGKILL)
         run(self, batch, global_step, lr)
     TrainingStep.run = killed
-    return command(*arguments)
-from hpctrain.cli import main
-command = main.LazyGroup.get_command
-main.LazyGroup.get_command = patched
-runpy.run_module("hpctrain", run_name="__main__", alter_sys=True)
 """
 
 
@@ -138,7 +131,7 @@ def test_who_was_killed_and_where_is_reported(folder: Path) -> None:
     mpiexec = find_mpiexec()
     if mpiexec is None or "Open MPI" in subprocess.run([mpiexec, "--version"], capture_output=True, text=True).stdout:
         pytest.skip("the exit code is that of MPICH's launcher")
-    (folder / "hpctrain").write_text(_KILLED)  # stands for the program by its name
+    (folder / "hpctrain").write_text(patched_program(_KILLED))  # stands for the program by its name
     launcher = [mpiexec, "-n", "2", sys.executable, "-m", "mpi4py", "./hpctrain", "train"]
     command = [sys.executable, "-m", "hpctrain", "run", "--restarts", "0", "--", *launcher, "storm.yaml", "epochs=1"]
     done = subprocess.run(command, cwd=folder, env=clean_environment(), capture_output=True, text=True, timeout=180, check=False)

@@ -11,7 +11,7 @@ import pytest
 from hpctrain.backend.onednn.kernel_set import available
 from hpctrain.launch.process_end import FINISHED, STOPPED
 from hpctrain.storage import checkpoint
-from hpctrain_testing.run import Outcome
+from hpctrain_testing.run import Outcome, patched_program
 from tests.support.here import run_here
 from tests.support.kills import WRITERS, moments, run_writer
 from tests.support.newest_checkpoint import read_newest
@@ -19,20 +19,6 @@ from tests.support.signal_storm import QUIET, Setting, Tally, final_tensors, pre
 from tests.support.tiny_runs import Start, newest_run
 
 pytestmark = pytest.mark.slow
-
-# The program with some functions replaced. BODY defines `patch`, which is called once the program has begun.
-_PROGRAM = """
-import os, runpy, signal, sys, threading, time
-here = int(os.environ.get("PMI_RANK") or os.environ.get("OMPI_COMM_WORLD_RANK") or 0)
-BODY
-def patched(*arguments):
-    patch()
-    return command(*arguments)
-from hpctrain.cli import main
-command = main.LazyGroup.get_command
-main.LazyGroup.get_command = patched
-runpy.run_module("hpctrain", run_name="__main__", alter_sys=True)
-"""
 
 # Rank RANK sends itself a signal in the middle of step STEP, counted from 0 on (-1: before MPI starts).
 _SIGNALLED = """
@@ -113,7 +99,7 @@ def folder(tmp_path: Path) -> Path:
     """A configuration, data, and programs: 2 epochs of 5 steps."""
     prepare(tmp_path, images=160, epochs=2)
     for name, body in (("signalled", _SIGNALLED), ("again", _AGAIN), ("threads", _THREADS)):
-        (tmp_path / f"{name}.py").write_text(_PROGRAM.replace("BODY", body))
+        (tmp_path / f"{name}.py").write_text(patched_program(body))
     return tmp_path
 
 

@@ -20,7 +20,7 @@ from hpctrain.core.text import place, spans
 from hpctrain.process.start import names_rank
 from hpctrain.runs.directory import flight_directory
 from hpctrain_testing import faults
-from hpctrain_testing.run import Outcome
+from hpctrain_testing.run import Outcome, patched_program
 from tests.support.job_pairs import Pair, Tally, reference_of, run_pairs
 from tests.support.tiny_runs import hpctrain, prepare, tiny
 
@@ -144,9 +144,7 @@ def test_a_rank_opens_few_files_and_loads_nothing_that_it_does_not_need(job: Job
 
 # The program, in which rank RANK does something else in step 1, counted from 0 on.
 _FAULTY = """
-import os, runpy, signal, sys, time
 rank = int(sys.argv.pop(1)); fault = sys.argv.pop(1)
-here = int(os.environ.get("PMI_RANK") or os.environ.get("OMPI_COMM_WORLD_RANK") or 0)
 def patch():
     from hpctrain.data.loader import Loader
     from hpctrain.training import replica
@@ -175,18 +173,11 @@ def patch():
         return evaluate(*arguments, **options)
     evaluate = replica.evaluate
     TrainingStep.run, Loader._make, replica.evaluate = step, made, evaluated
-from hpctrain.cli import main
-command = main.LazyGroup.get_command
-def patched(*arguments):
-    patch()
-    return command(*arguments)
-main.LazyGroup.get_command = patched
-runpy.run_module("hpctrain", run_name="__main__", alter_sys=True)
 """
 
 
 def _faulty(job: Job, folder: Path, ranks: int, rank: int, fault: str, *more: str) -> Outcome:
-    (folder / "faulty.py").write_text(_FAULTY)
+    (folder / "faulty.py").write_text(patched_program(_FAULTY))
     arguments = ["faulty.py", str(rank), fault, "train", "tiny.yaml", "deadline_seconds=3", *more]
     return job(ranks, arguments, cwd=folder)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from hpctrain.core.text import place
-from hpctrain_testing.run import Outcome, clean_environment, run_job
+from hpctrain_testing.run import Outcome, clean_environment, patched_program, run_job
 from tests.support.signal_storm import prepare
 
 pytestmark = pytest.mark.job
@@ -262,22 +262,15 @@ def test_without_a_keeper_the_process_is_the_one_that_was_started(reason: str) -
 
 # The program; rank RANK leaves in the middle of step 2 by what is said.
 _LEAVES = """
-import os, runpy, sys
 how, rank = sys.argv.pop(1), int(sys.argv.pop(1))
-def patched(*arguments):
+def patch():
     from hpctrain.training.step import TrainingStep
     run = TrainingStep.run
     def leaving(self, batch, global_step, lr):
-        here = int(os.environ.get("PMI_RANK") or os.environ.get("OMPI_COMM_WORLD_RANK") or 0)
         if (here, global_step) == (rank, 2):
             exec(how)
         run(self, batch, global_step, lr)
     TrainingStep.run = leaving
-    return command(*arguments)
-from hpctrain.cli import main
-command = main.LazyGroup.get_command
-main.LazyGroup.get_command = patched
-runpy.run_module("hpctrain", run_name="__main__", alter_sys=True)
 """
 
 
@@ -294,7 +287,7 @@ def test_a_rank_that_leaves_inside_a_step_ends_the_job_in_words(
     job, tmp_path: Path, ranks: int, rank: int, how: str, words: str
 ) -> None:
     prepare(tmp_path, images=160, epochs=1)
-    (tmp_path / "leaves.py").write_text(_LEAVES)
+    (tmp_path / "leaves.py").write_text(patched_program(_LEAVES))
     outcome = job(ranks, ["leaves.py", how, str(rank), "train", "storm.yaml"], cwd=tmp_path)
     assert outcome.code != 0, outcome.output
     assert words in outcome.stderr

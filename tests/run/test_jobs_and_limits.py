@@ -48,6 +48,7 @@ from hpctrain.training.metrics import Reporter
 from hpctrain.training.snapshot import Position
 from hpctrain_testing import faults
 from hpctrain_testing.faults import Fault, run_fault
+from hpctrain_testing.run import patched_program
 from hpctrain_testing.virtual.communicator import ThreadCommunicator
 from hpctrain_testing.virtual.counters import Counters, CountingCommunicator
 from hpctrain_testing.virtual.run import run_virtual, virtual_engine
@@ -309,10 +310,8 @@ def test_slurm_says_when_its_job_ends() -> None:
 
 # The program, in which a step takes 0.4 s longer and a checkpoint 0.3 s; rank RANK alone takes the limit for so much shorter.
 _SLOW = """
-import os, runpy, sys, time
 rank, shorter = int(sys.argv.pop(1)), float(sys.argv.pop(1))
-here = int(os.environ.get("PMI_RANK") or os.environ.get("OMPI_COMM_WORLD_RANK") or 0)
-def patched(*arguments):
+def patch():
     from hpctrain.storage import checkpoint
     from hpctrain.training.step import TrainingStep
     from hpctrain.training.stopping import TimeLimit
@@ -321,11 +320,6 @@ def patched(*arguments):
     checkpoint.write = lambda *rest: (time.sleep(0.3), write(*rest))[1]
     less = shorter if here == rank else 0.0
     TimeLimit.__init__ = lambda self, seconds=float("inf"), *rest: limit(self, seconds - less, *rest)
-    return command(*arguments)
-from hpctrain.cli import main
-command = main.LazyGroup.get_command
-main.LazyGroup.get_command = patched
-runpy.run_module("hpctrain", run_name="__main__", alter_sys=True)
 """
 
 
@@ -333,7 +327,7 @@ runpy.run_module("hpctrain", run_name="__main__", alter_sys=True)
 def folder(tmp_path: Path) -> Path:
     """A configuration and data: 30 steps."""
     prepare(tmp_path, images=960, epochs=1)
-    (tmp_path / "slow.py").write_text(_SLOW)
+    (tmp_path / "slow.py").write_text(patched_program(_SLOW))
     return tmp_path
 
 

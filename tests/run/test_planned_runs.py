@@ -433,7 +433,7 @@ def test_ranks_per_node_that_are_not_compared_have_a_reason(words: tuple[str, ..
     outcome = search_layouts(layout_task(machine, ranks, *words))
     assert (outcome.note, outcome.layouts, outcome.task.config.threads) == (reason, (), "auto")
     unknown = search_layouts(layout_task(replace(machine, single_thread_rates={}), ranks, *words))
-    assert "the file of machine test has no single_thread_rates" in unknown.note
+    assert "the file of machine toy has no single_thread_rates" in unknown.note
 
 
 def test_configured_threads_and_the_batch_limit_the_ranks_per_node() -> None:

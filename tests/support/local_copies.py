@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpctrain.runs.directory import latest
-from hpctrain_testing.run import Outcome
+from hpctrain_testing.run import Outcome, patched_program
 from tests.support.signal_storm import prepare
 
 #: of training and of evaluation, which read files of their own; in a step each of two ranks reads 16
@@ -21,9 +21,6 @@ IMAGES, TEST_IMAGES, BATCH = 160, 64, 32
 _OVERRIDES = ("data.prefetch=0", "data.cache.memory=0", "checkpoint.every_steps=1", "checkpoint.asynchronous=false")
 
 _PROGRAM = """
-import errno, os, runpy, signal, sys
-from pathlib import Path
-rank = int(os.environ.get("PMI_RANK") or os.environ.get("OMPI_COMM_WORLD_RANK") or 0)
 def mapped():
     "The files in shared memory that this process has mapped."
     lines = [line for line in open("/proc/self/maps") if "/dev/shm/" in line and "(deleted)" not in line]
@@ -42,18 +39,12 @@ def fill():
     else:
         raise AssertionError("the disk is larger than it should be")
 def patch():
+    if here != @RANK@:
+        return
     from hpctrain.data import local_copy
     from hpctrain.training.step import TrainingStep
     write, run, calls = local_copy.write_at, TrainingStep.run, []
 @FAULT@
-from hpctrain.cli import main
-command = main.LazyGroup.get_command
-def patched(*arguments):
-    if rank == @RANK@:
-        patch()
-    return command(*arguments)
-main.LazyGroup.get_command = patched
-runpy.run_module("hpctrain", run_name="__main__", alter_sys=True)
 """
 
 _OF_WRITES = """
@@ -86,7 +77,7 @@ from hpctrain.run import data_cache
 data_cache._CHUNK_BYTES = 10 * 14 * 14 * 3
 fill_round = data_cache._round
 def signalled(*arguments):
-    if rank == 1 and arguments[3] == 0:
+    if here == 1 and arguments[3] == 0:
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(0.5)  # the thread that waits for signals takes it now
     fill_round(*arguments)
@@ -129,7 +120,8 @@ class Trainings:
         """The program with a fault in one rank; None: in all."""
         path = self.folder / "faulty.py"
         lines = textwrap.indent(textwrap.dedent(fault), "    ")
-        path.write_text(_PROGRAM.replace("@FAULT@", lines).replace("@RANK@", "rank" if rank is None else str(rank)))
+        program = _PROGRAM.replace("@FAULT@", lines).replace("@RANK@", "here" if rank is None else str(rank))
+        path.write_text(patched_program(program))
         return path
 
     def run_faulty(self, fault: str, output: str, *more: str, rank: int | None = 1, local: bool = True) -> Outcome:
