@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from hpctrain.comm.base import Handle, SingleCommunicator
@@ -16,7 +16,7 @@ from hpctrain.comm.progress import ProgressEngine
 from hpctrain.core.errors import CommunicationTimeoutError, DeadlockError
 from hpctrain_testing.virtual.communicator import Group, ThreadCommunicator
 from hpctrain_testing.virtual.operations import RankEnded, RankState
-from hpctrain_testing.virtual.scheduler import Adversary, Clocked, Policy, Prompt, Scheduler, describe_ranks
+from hpctrain_testing.virtual.scheduler import Adversary, Clocked, Prompt, Scheduler, describe_ranks
 
 Result = TypeVar("Result")
 
@@ -25,15 +25,7 @@ _UNWIND_SECONDS = 2.0  # maximum time for ranks to leave after a failure; a rank
 
 
 class VirtualWorld:
-    """World of virtual ranks that runs one function once.
-
-    Args:
-        size: number of ranks.
-        seed: seed of the adversary; None: ranks complete promptly and in turn.
-        link: model of the links; if it is set, time is modelled, and the seed only decides when buffers are accessed.
-        stragglers: factors by which the links of some ranks are slower, by rank.
-        ranks_per_node: number of ranks per node for `split_shared_memory`; None: all ranks are on one node.
-    """
+    """World of virtual ranks that runs one function once."""
 
     def __init__(
         self,
@@ -41,22 +33,15 @@ class VirtualWorld:
         *,
         seed: int | None = None,
         link: LinkModel | None = None,
-        stragglers: Mapping[int, float] | None = None,
         ranks_per_node: int | None = None,
     ) -> None:
         if size < 1 or (ranks_per_node is not None and ranks_per_node < 1):
             raise ValueError(f"A world must have at least 1 rank in all and per node, but got {size} and {ranks_per_node}.")
-        policy: Policy
-        if link is not None:
-            policy = Clocked(link, size, stragglers or {}, seed)
-        elif stragglers:
-            raise ValueError("Stragglers need a link, but there is none; pass `link`.")
-        else:
-            policy = Prompt() if seed is None else Adversary(seed, size)
+        without_time = Prompt() if seed is None else Adversary(seed, size)
         self.size = size
         self.seed = seed
         self.ranks_per_node = size if ranks_per_node is None else ranks_per_node
-        self.scheduler = Scheduler(size, policy)
+        self.scheduler = Scheduler(size, without_time if link is None else Clocked(link, size, seed))
         self._group = Group("world", self.scheduler.ranks)
 
     def run(self, function: Callable[[ThreadCommunicator], Result], deadline_seconds: float) -> list[Result]:
@@ -133,7 +118,6 @@ def run_virtual(
     seed: int | None = None,
     link: LinkModel | None = None,
     deadline_seconds: float = 30,
-    stragglers: Mapping[int, float] | None = None,
     ranks_per_node: int | None = None,
 ) -> list[Result]:
     """Run `function(comm)` on each of `ranks` virtual ranks, and return the results in rank order.
@@ -146,14 +130,13 @@ def run_virtual(
         link: model of the links; if it is set, `comm.now()` is a modelled time, advanced by `comm.compute(seconds)` and by
             transfers.
         deadline_seconds: limit on the real time of the whole run.
-        stragglers: factors by which the links of some ranks are slower, by rank.
         ranks_per_node: number of ranks per node for `split_shared_memory`; None: all ranks are on one node.
 
     Raises:
         DeadlockError, CollectiveMismatchError, CommunicationTimeoutError: the message has the call and source line of every rank.
         SystemExit: a rank called `abort`.
     """
-    world = VirtualWorld(ranks, seed=seed, link=link, stragglers=stragglers, ranks_per_node=ranks_per_node)
+    world = VirtualWorld(ranks, seed=seed, link=link, ranks_per_node=ranks_per_node)
     return world.run(function, deadline_seconds)
 
 

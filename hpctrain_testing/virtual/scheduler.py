@@ -14,9 +14,8 @@ from __future__ import annotations
 import random
 import sys
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from heapq import heappop, heappush
-from typing import Protocol
 
 from hpctrain.comm.link import LinkModel
 from hpctrain.core.errors import DeadlockError
@@ -41,38 +40,8 @@ def deadlock_of(ranks: Sequence[RankState]) -> DeadlockError:
 
 
 def describe_ranks(ranks: Sequence[RankState]) -> str:
-    """Return one line per rank, then a cycle of the wait-for graph if there is one."""
-    edges = {state.rank: waits_for(state) for state in ranks}
-    lines = [f"  rank {state.rank} {_describe(state)}" for state in ranks]
-    cycle = find_cycle(edges)
-    if cycle:
-        lines.append("  cycle: " + " -> ".join(f"rank {rank}" for rank in cycle))
-    return "\n".join(lines)
-
-
-def waits_for(state: RankState) -> list[int]:
-    """Return the ranks whose postings a rank waits for."""
-    if state.status not in (Status.PARKED, Status.BLOCKED):
-        return []
-    absent = [rank for posting in state.stuck_on if not posting.complete for rank in _absent(posting)]
-    return sorted(set(absent))
-
-
-def find_cycle(edges: Mapping[int, Sequence[int]]) -> list[int]:
-    """Return the nodes of a cycle, with the first one repeated at the end; empty if there is no cycle."""
-    finished: set[int] = set()
-
-    def walk(node: int, path: list[int]) -> list[int]:
-        if node in path:
-            return [*path[path.index(node) :], node]
-        if node not in finished:
-            for other in edges.get(node, ()):
-                if cycle := walk(other, [*path, node]):
-                    return cycle
-            finished.add(node)
-        return []
-
-    return next((cycle for node in edges if (cycle := walk(node, []))), [])
+    """Return one line per rank."""
+    return "\n".join(f"  rank {state.rank} {_describe(state)}" for state in ranks)
 
 
 def _absent(posting: Posting) -> list[int]:
@@ -95,18 +64,7 @@ def _who_is_absent(posting: Posting) -> str:
     absent = _absent(posting)
     if not absent:
         return "posted by all"
-    return f"not posted by rank{'s' * (len(absent) > 1)} {_ranges(absent)}"
-
-
-def _ranges(ranks: Sequence[int]) -> str:
-    """Return ascending numbers as text with ranges: "0, 2-63"."""
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1] = [runs[-1][0], rank]
-        else:
-            runs.append([rank])
-    return ", ".join("-".join(map(str, run)) for run in runs)
+    return f"not posted by rank{'s' * (len(absent) > 1)} {', '.join(map(str, absent))}"
 
 
 def _current_line(state: RankState) -> SourceLine | str:
@@ -114,74 +72,46 @@ def _current_line(state: RankState) -> SourceLine | str:
     return "an unknown line" if frame is None else source_line(frame)
 
 
-class Policy(Protocol):
-    """The choices that MPI leaves open. Only the running rank calls the methods."""
-
-    def moments(self) -> Moments:
-        """Return the moments at which the buffers of the next posting are accessed."""
-        ...
-
-    def synchronous(self) -> bool:
-        """Return whether the root of the next message or broadcast waits for the other parties."""
-        ...
-
-    def posted(self, operation: PostedOperation, party: int) -> Sequence[Posting]:
-        """Record that a party has posted. Return the postings that this completes."""
-        ...
-
-    def preempts(self) -> bool:
-        """Return whether another rank may run after a posting."""
-        ...
-
-    def arrived(self, posting: Posting) -> bool:
-        """Return whether the owner's test finds a posting complete."""
-        ...
-
-    def stir(self) -> Sequence[Posting]:
-        """Optionally complete something before another rank runs. Return the completed postings."""
-        ...
-
-    def choose(self, ready: Sequence[RankState], ranks: Sequence[RankState]) -> RankState | None:
-        """Return the next rank to run; None if no rank can run before something completes."""
-        ...
-
-    def settle(self) -> Sequence[Posting] | None:
-        """Complete something pending, as no rank can run. Return the completed postings; None if nothing is pending."""
-        ...
-
-
 class Prompt:
     """Policy under which operations complete as soon as all parties have posted, and ranks take turns.
 
-    A send completes only with its receive.
+    Its methods are the choices that MPI leaves open; other policies choose otherwise. Only the running rank calls them.
     """
 
     def moments(self) -> Moments:
+        """Return the moments at which the buffers of the next posting are accessed."""
         return Moments()
 
     def synchronous(self) -> bool:
+        """Return whether the root of the next message or broadcast waits for the other parties."""
         return True
 
     def posted(self, operation: PostedOperation, party: int) -> Sequence[Posting]:
+        """Record that a party has posted. Return the postings that this completes."""
         return [operation.deliver(p) for p in range(len(operation.members))] if operation.may_move() else []
 
     def preempts(self) -> bool:
+        """Return whether another rank may run after a posting."""
         return False
 
     def arrived(self, posting: Posting) -> bool:
+        """Return whether the owner's test finds a posting complete."""
         return posting.complete
 
     def stir(self) -> Sequence[Posting]:
+        """Optionally complete something before another rank runs. Return the completed postings."""
         return ()
 
     def choose(self, ready: Sequence[RankState], ranks: Sequence[RankState]) -> RankState | None:
+        """Return the next rank to run; None if no rank can run before something completes."""
         return ready[0] if ready else None
 
     def settle(self) -> Sequence[Posting] | None:
+        """Complete something pending, as no rank can run. Return the completed postings; None if nothing is pending."""
         return None
 
 
-class Adversary:
+class Adversary(Prompt):
     """Policy that delays and reorders everything that MPI may, by a seeded generator. The same seed yields the same run.
 
     Data moves at any time between the last necessary posting and completion. Operations complete in any order, and some only when
@@ -218,9 +148,6 @@ class Adversary:
 
     def preempts(self) -> bool:
         return self._random.random() < self._preempt
-
-    def arrived(self, posting: Posting) -> bool:
-        return posting.complete
 
     def stir(self) -> Sequence[Posting]:
         completed: list[Posting] = []
@@ -262,20 +189,16 @@ class Adversary:
         return []
 
 
-class Clocked:
+class Clocked(Prompt):
     """Policy with a modelled clock: every operation has a duration, and every rank one full-duplex link that serves in order.
 
-    A transfer starts when all its ranks have posted it and their links are free. It occupies these links for its modelled time,
-    multiplied by the largest factor of its ranks. The rank with the earliest clock runs next, so the run follows from the model
-    alone; `seed` only decides when buffers are accessed (None: when the operation is matched).
-
-    Args:
-        stragglers: factors by which the links of some ranks are slower, by rank.
+    A transfer starts when all its ranks have posted it and their links are free. It occupies these links for its modelled time.
+    The rank with the earliest clock runs next, so the run follows from the model alone; `seed` only decides when buffers are
+    accessed (None: when the operation is matched).
     """
 
-    def __init__(self, link: LinkModel, size: int, stragglers: Mapping[int, float], seed: int | None) -> None:
+    def __init__(self, link: LinkModel, size: int, seed: int | None) -> None:
         self._link = link
-        self._factors = [stragglers.get(rank, 1.0) for rank in range(size)]
         self._sending_until = [0.0] * size
         self._receiving_until = [0.0] * size
         self._random = None if seed is None else random.Random(seed)
@@ -285,9 +208,6 @@ class Clocked:
             return Moments()
         draw = self._random.random
         return Moments(read_early=draw() < 0.4, write_early=draw() < 0.4, scramble=draw() < 0.8)
-
-    def synchronous(self) -> bool:
-        return True
 
     def posted(self, operation: PostedOperation, party: int) -> Sequence[Posting]:
         if operation.missing:
@@ -301,18 +221,12 @@ class Clocked:
             operation.move()
         return ()
 
-    def preempts(self) -> bool:
-        return False
-
     def arrived(self, posting: Posting) -> bool:
         due = posting.end_seconds is not None and posting.end_seconds <= posting.owner.clock_seconds
         if due and not posting.complete:
             assert posting.operation is not None
             posting.operation.deliver(posting.operation.postings.index(posting))
         return posting.complete
-
-    def stir(self) -> Sequence[Posting]:
-        return ()
 
     def choose(self, ready: Sequence[RankState], ranks: Sequence[RankState]) -> RankState | None:
         candidates = [(state.clock_seconds, state.rank) for state in ready]
@@ -330,14 +244,11 @@ class Clocked:
                 heappop(chosen.wake_seconds)
         return chosen
 
-    def settle(self) -> Sequence[Posting] | None:
-        return None
-
     def _transfer(self, operation: PostedOperation) -> float:
         """Reserve the links; return the time at which the transfer ends."""
         start = max(posting.posted_seconds for posting in operation.postings if posting is not None)
         members = [member.rank for member in operation.members]
-        seconds = operation.seconds(self._link) * max(self._factors[rank] for rank in members)
+        seconds = operation.seconds(self._link)
         if not seconds:
             return start
         message = isinstance(operation, Message)
@@ -367,7 +278,7 @@ class Scheduler:
         over: event that is set when all ranks have ended or one has failed.
     """
 
-    def __init__(self, size: int, policy: Policy) -> None:
+    def __init__(self, size: int, policy: Prompt) -> None:
         self.ranks = [RankState(rank) for rank in range(size)]
         self.failure: BaseException | None = None
         self.over = threading.Event()
