@@ -178,7 +178,7 @@ grid-matrix: $(VENV)/installed-dev
 	$(TEST_ENV) $(PY) -m tests.support.grid_matrix
 
 grid-float32: $(VENV)/installed-dev
-	$(TEST_ENV) $(PY) -m tests.support.grid_float32
+	$(TEST_ENV) $(PY) -m tests.support.grid_matrix --float32
 
 grid-full: $(VENV)/installed-dev
 	$(TEST_ENV) $(PY) -m tests.support.grid_matrix --full

@@ -16,9 +16,9 @@ from hpctrain.optim.optimizers import Lars, Sgd
 from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
 from hpctrain_testing.virtual.communicator import ThreadCommunicator
 from hpctrain_testing.virtual.run import run_virtual, virtual_engine
-from tests.support import grid_float32, nets
+from tests.support import nets
 from tests.support.averaging import STRATEGIES
-from tests.support.grid_matrix import GRIDS, NETS, PLANS, TOLERANCE, alone, cell, compare, on_virtual_ranks, plan_of
+from tests.support.grid_matrix import GRIDS, NETS, PLANS, TOLERANCE, alone, cell, compare, float32_cell, on_virtual_ranks, plan_of
 from tests.support.poison import overwritten_share, poisoned
 from tests.support.sampling import amount
 from tests.support.training import Result, Task, distance, train
@@ -62,7 +62,7 @@ def test_float32_is_as_near_to_float64_as_one_rank(grid: tuple[int, int], kind: 
     for name, fields in (("vgg16", ("gradients", "parameters")), ("resnet20", ("gradients",))):
         plan = plan_of(NETS[name], kind, *grid)
         assert plan is not None
-        found = grid_float32.cell(name, plan)
+        found = float32_cell(name, plan)
         for field in fields:
             assert found[field].near, (name, field, found[field])
 

@@ -26,7 +26,6 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import psutil
@@ -255,22 +254,11 @@ def run_pairs(
         if sum(map(len, tally.faults.values())) == before:
             shutil.rmtree(below, ignore_errors=True)
         if out is not None:
-            write_json(out, counts(tally))
+            write_json(out, vars(tally))
         print(f"{tally.pairs.total()} pairs, {sum(map(len, tally.faults.values()))} faults", flush=True)
 
     with ThreadPoolExecutor(together) as pool:
         list(pool.map(one, pairs))
-
-
-def counts(tally: Tally) -> dict[str, Any]:
-    """Return the counts for the file of results."""
-    return {
-        "pairs": dict(sorted(tally.pairs.items())),
-        "all_pairs": tally.pairs.total(),
-        **{key: getattr(tally, key) for key in ("refused", "taken_over", "killed")},
-        **{kind: len(sentences) for kind, sentences in tally.faults.items()},
-        "faults": tally.faults,
-    }
 
 
 def draw_pairs(count: int, seed: int) -> Iterator[Pair]:
@@ -298,7 +286,7 @@ def main() -> int:
             lab = stack.enter_context(Lab(2, None)) if hosts == 2 else None
             pairs = list(draw_pairs(chosen.pairs // len(chosen.hosts), chosen.seed))
             run_pairs(folder, pairs, lab, reference, tally, chosen.together, chosen.out)
-    print(json.dumps(counts(tally), indent=1))
+    print(json.dumps(vars(tally), indent=1))
     return int(any(tally.faults.values()))
 
 

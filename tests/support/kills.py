@@ -218,18 +218,6 @@ def run_writer(folder: Path, name: str, overrides: Sequence[str], kills: int, in
     return tally
 
 
-def as_dict(tally: Tally) -> dict[str, Any]:
-    """For the file of results."""
-    return {
-        "kills": dict(sorted(tally.kills.items())),
-        "all_kills": tally.kills.total(),
-        "in_writes": tally.in_writes,
-        "resumed_from_a_checkpoint": tally.resumed,
-        "chains_compared_bit_by_bit": tally.compared,
-        "faults": tally.faults,
-    }
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=200, help="Kills for each writer.")
@@ -245,7 +233,7 @@ def main() -> int:
             with tempfile.TemporaryDirectory(prefix="hpctrain-kills-") as folder:
                 prepare(Path(folder), images=512, epochs=4)
                 tally = run_writer(Path(folder), name, overrides, chosen.kills, chosen.in_writes, chosen.seed)
-            results["writers"][name] = {**as_dict(tally), "seconds": round(time.monotonic() - begin)}
+            results["writers"][name] = {**vars(tally), "seconds": round(time.monotonic() - begin)}
             print(json.dumps(results["writers"][name], indent=1), flush=True)
             if chosen.out is not None:
                 chosen.out.write_text(json.dumps(results, indent=1) + "\n")

@@ -258,22 +258,6 @@ def settings() -> Iterator[Setting]:
         yield Setting(kernels, ranks, threads)
 
 
-def as_dict(setting: Setting, tally: Tally) -> dict[str, Any]:
-    """For the file of results."""
-    return {
-        "kernels": setting.kernels,
-        "ranks": max(1, setting.ranks),
-        "threads": setting.threads,
-        "signals_sent": dict(sorted(tally.sent.items())),
-        "quiet_runs": tally.runs,
-        "stop_requests": dict(sorted(tally.requests.items())),
-        "ended_with_a_checkpoint_and_code_85": dict(sorted(tally.stopped.items())),
-        "came_after_the_training": dict(sorted(tally.finished.items())),
-        "runs_compared_bit_by_bit": tally.compared,
-        "faults": tally.faults,
-    }
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--signals", type=int, default=10_000, help="Signals of each kind in each setting.")
@@ -289,7 +273,7 @@ def main() -> int:
         with tempfile.TemporaryDirectory(prefix="hpctrain-storm-") as folder:
             prepare(Path(folder))
             tally = run_setting(Path(folder), setting, chosen.signals, chosen.seed)
-        results.append({**as_dict(setting, tally), "seconds": round(time.monotonic() - begin)})
+        results.append({**vars(setting), **vars(tally), "seconds": round(time.monotonic() - begin)})
         print(json.dumps(results[-1]), flush=True)
         if chosen.out is not None:
             about = {"seed": chosen.seed, "cores": os.cpu_count(), **software_versions()}
