@@ -206,7 +206,7 @@ site: $(SITE_VENV)/installed
 	$(SITE_VENV)/bin/sphinx-build -q -W --keep-going -c docs/site docs build/site
 
 slurm: $(VENV)/installed-dev
-	$(PY) -m tests.support.slurm_jobs
+	$(TEST_ENV) $(PY) -m pytest tests/site/test_on_slurm.py::test_ranks_are_bound_to_the_cores_that_were_asked_for
 
 slurm-packages:
 	@if (for program in slurmctld slurmd sbatch munged; do command -v $$program || exit 1; done) >/dev/null; then \

@@ -36,14 +36,12 @@ from hpctrain.averaging.strategies.bucketed import Bucketed
 from hpctrain.averaging.strategies.overlap import Overlap
 from hpctrain.averaging.strategies.priority import Priority
 from hpctrain.averaging.strategies.sharded import Sharded
-from hpctrain.backend.graph import GraphBuilder
-from hpctrain.backend.specs import TensorSpec
 from hpctrain.comm.base import Communicator
 from hpctrain.comm.link import LinkModel
 from hpctrain.core.errors import CheckpointError, CollectiveMismatchError, ConfigError, OptionError
 from hpctrain.core.intervals import even
 from hpctrain.models.families import vgg
-from hpctrain.nn.network import declared
+from hpctrain.nn.network import Lowering, declared
 from hpctrain.nn.parameter import GroupLayout, ParameterSpec
 from hpctrain.optim.base import NormsNeeded
 from hpctrain.optim.optimizers import Sgd
@@ -406,8 +404,7 @@ def test_the_exchange_needs_one_micro_batch(kind: type[ReduceScatterStrategy]) -
 @cache
 def _vgg16() -> GroupLayout:
     model = vgg.build()
-    builder = GraphBuilder(TensorSpec((1, *vgg.IMAGE_SHAPE), "float32"))
-    specs, _ = declared(model, builder.build(model.lower(builder, 0, "")))
+    specs, _ = declared(model, Lowering(model).graph(1, vgg.IMAGE_SHAPE))
     return GroupLayout(specs, "float32")
 
 

@@ -39,7 +39,7 @@ from hpctrain.backend.specs import (
 )
 from hpctrain.core.errors import DataError
 from hpctrain.models import catalogue
-from hpctrain.nn.network import Network
+from hpctrain.nn.network import Lowering, Network
 from tests.support import nets
 
 CONVOLUTION = Conv2dSpec(8, 8, Window((3, 3), (1, 1), (1, 1, 1, 1)))
@@ -143,8 +143,7 @@ def test_the_output_of_a_graph_stays() -> None:
 
 @pytest.mark.parametrize("model", ["resnet20", "resnet50", "vgg16"])
 def test_models_of_the_catalogue_keep_their_tensors_parameters_and_order(model: str) -> None:
-    builder = GraphBuilder(TensorSpec((2, *catalogue.image_shape(model))))
-    graph = builder.build(catalogue.build(model, {}).lower(builder, 0, ""))
+    graph = Lowering(catalogue.build(model, {})).graph(2, catalogue.image_shape(model))
     fused = fuse(graph)
     assert not any(isinstance(spec, ReluSpec) for spec in specs(fused))
     assert [node.parameters for node in fused.nodes if node.parameters] == [

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hpctrain.backend.graph import Graph, GraphBuilder
+from hpctrain.backend.graph import Graph
 from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
 from hpctrain.backend.specs import Conv2dSpec, LinearSpec, TensorSpec
 from hpctrain.core.errors import ConfigError, OptionError, ShapeError
@@ -18,7 +18,7 @@ from hpctrain.models.parts import MOST_CHANNELS, scaled, stochastic_depths
 from hpctrain.models.sizes import size_of_model
 from hpctrain.nn import initialise
 from hpctrain.nn.compile.compiler import compile_graph
-from hpctrain.nn.network import Network, declared
+from hpctrain.nn.network import Lowering, Network, declared
 from hpctrain.testing.layers import check_gradients, exported_shapes, parameter_count
 
 #: model -> (published number of parameters, digest of names and shapes in order, which tests/parity compares with torchvision's)
@@ -51,8 +51,7 @@ def built(name: str, **options: Any) -> Any:
 
 
 def graph_of(model: Any, *shape: int) -> Graph:
-    builder = GraphBuilder(TensorSpec((1, *shape)))
-    return builder.build(model.lower(builder, 0, ""))
+    return Lowering(model).graph(1, shape)
 
 
 @pytest.mark.parametrize("name", TORCHVISION)
@@ -112,8 +111,7 @@ def test_operations_are_the_published_ones(name: str) -> None:
 def test_memory_of_an_image_is_that_of_a_training_plan(name: str) -> None:
     """The memory is that of the activations of one image. Images of other batches need as much, within 10 %."""
     size, model = size_of_model(name), built(name)
-    builder = GraphBuilder(TensorSpec((24, *size.image_shape)))
-    plan = compile_graph(builder.build(model.lower(builder, 0, "")), NumpyKernelSet(), training=True)
+    plan = compile_graph(Lowering(model).graph(24, size.image_shape), NumpyKernelSet(), training=True)
     assert size.memory_bytes == pytest.approx(plan.arena_bytes / 24, rel=0.1)
 
 

@@ -15,8 +15,6 @@ from hpctrain.averaging.sixteen_bits import caster
 from hpctrain.averaging.strategies.blocking import Blocking
 from hpctrain.averaging.strategies.bucketed import Bucketed
 from hpctrain.averaging.strategies.sharded import Sharded
-from hpctrain.backend.cuda.kernel_set import CudaKernelSet
-from hpctrain.backend.cuda.runtime import CudaRuntime
 from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
 from hpctrain.comm.base import Communicator, Handle, raise_on_all_ranks
 from hpctrain.comm.groups import GridAxis, ProcessGrid, in_levels, levels
@@ -33,7 +31,7 @@ from tests.support import nets
 from tests.support.averaging import OPTIMIZERS, Watched, averaged, make_group, run_steps
 from tests.support.bfloat16 import rounded
 from tests.support.device_operations import OPERATIONS, DeviceRank
-from tests.support.emulated import EmulatedDeviceFactory
+from tests.support.emulated import EmulatedDeviceFactory, kernels_on
 from tests.support.training import Task, distance, train
 
 RANKS = [1, 2, 3, 4]
@@ -388,7 +386,7 @@ def test_a_training_is_that_of_one_rank_of_numpy(
 ) -> None:
     task = Task(nets.residual, NumpyKernelSet(), lambda: Sgd(momentum=0.9, weight_decay=1e-3), steps=5, transport=way)
     device: EmulatedDevice = emulated_device(world.rank)
-    kernels = CudaKernelSet(CudaRuntime(device, device.stream("compute"), "float64"))
+    kernels = kernels_on(device)
     result = train(replace(task, kernels=kernels), world, progress, strategy, nominal_batch=task.batch, bucket_bytes=2000)
     expected = train(task, *lone_rank(), strategy, nominal_batch=task.batch, bucket_bytes=2000)
     assert distance(result.parameters, expected.parameters) <= 1e-10

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from hpctrain.backend.cuda.kernel_set import CudaKernelSet
-from hpctrain.backend.cuda.runtime import CudaRuntime
 from hpctrain.backend.graph import Graph, GraphBuilder
 from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
 from hpctrain.backend.operators import Array, Buffers, KernelSet, Operator, RecomputedOutput, StepContext
@@ -37,7 +35,7 @@ from hpctrain.parallel.partition_graph import PartitionedGraph, partition_graph
 from hpctrain_testing.virtual.communicator import ThreadCommunicator
 from hpctrain_testing.virtual.run import run_virtual, virtual_engine
 from tests.support.distributed import random_moves
-from tests.support.emulated import EmulatedDeviceFactory
+from tests.support.emulated import EmulatedDeviceFactory, kernels_on
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6])
@@ -286,7 +284,7 @@ def test_moves_and_sums_on_devices_are_those_of_the_host(ranks: int, dtype: str,
         others = comm.split(0, comm.rank, "host")
         assert others is not None
         device = emulated_device(10 * ranks + comm.rank)
-        on_device = CudaKernelSet(CudaRuntime(device, device.stream("compute"), dtype))
+        on_device = kernels_on(device, dtype)
         engine = virtual_engine(comm)
         group, host_group = SplitGroup(comm, engine, on_device.arithmetic), SplitGroup(others, engine)
         for number, (source, target) in enumerate(moves):

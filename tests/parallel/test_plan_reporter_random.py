@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 
 from hpctrain.averaging.strategies.blocking import Blocking
-from hpctrain.backend.graph import Graph, GraphBuilder
+from hpctrain.backend.graph import Graph
 from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
 from hpctrain.backend.specs import TensorSpec
 from hpctrain.core.errors import ShapeError
@@ -27,7 +27,7 @@ from hpctrain.nn.layers import (
     Residual,
     Sequential,
 )
-from hpctrain.nn.network import declared
+from hpctrain.nn.network import Lowering, declared
 from hpctrain.nn.program import Program
 from hpctrain.optim.optimizers import Sgd
 from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
@@ -113,8 +113,7 @@ def draw_task(seed: int, rows: int, cols: int) -> Task:
 
 
 def graph_of(model: Layer, batch: int) -> Graph:
-    builder = GraphBuilder(TensorSpec((batch, 11, 7, 3), "float64"))
-    return builder.build(model.lower(builder, 0, ""))
+    return Lowering(model, dtype="float64").graph(batch, (11, 7, 3))
 
 
 def description_of(task: Task) -> PlanReport:

@@ -5,13 +5,12 @@ from statistics import mean
 
 import pytest
 
-from hpctrain.backend.graph import Graph, GraphBuilder
-from hpctrain.backend.specs import TensorSpec
+from hpctrain.backend.graph import Graph
 from hpctrain.comm.link import LinkModel
 from hpctrain.config.load import load
 from hpctrain.data.sampler import counts
 from hpctrain.models import catalogue
-from hpctrain.nn.network import declared
+from hpctrain.nn.network import Lowering, declared
 from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
 from hpctrain.parallel.plan_report import LayerReport, PlanReport, report_plan
 from hpctrain.planner.costs.compute_costs import RateCosts
@@ -31,8 +30,7 @@ DEEP = {"vgg11": (64, 62, 3), "alexnet": (227, 227, 3)}  # whose last layers sti
 
 
 def graph_of(name: str, samples: int = 1, width: float = 1.0) -> Graph:
-    builder = GraphBuilder(TensorSpec((samples, *DEEP[name])))
-    return builder.build(catalogue.build(name, {"width": width}).lower(builder, 0, ""))
+    return Lowering(catalogue.build(name, {"width": width})).graph(samples, DEEP[name])
 
 
 ALEXNET = weighted_layers(graph_of("alexnet"))
@@ -90,8 +88,7 @@ def test_batchs_words_are_the_means_of_what_ranks_exchange(name: str, ranks: int
 
 def report(name: str, use: Parallelism, rows: int, samples: int) -> PlanReport:
     model = catalogue.build(name, {"width": 0.1})
-    builder = GraphBuilder(TensorSpec((1, *DEEP[name])))
-    specs, _ = declared(model, builder.build(model.lower(builder, 0, "")))
+    specs, _ = declared(model, graph_of(name, width=0.1))
     shapes = {parameter: spec.shape for parameter, spec in specs.items()}
     plan = ParallelPlan(rows, 1, use)
     return report_plan(lambda batch: graph_of(name, batch, 0.1), plan, counts(samples, rows), shapes)

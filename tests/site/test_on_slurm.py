@@ -5,6 +5,7 @@ The cluster is brought up for this module (`tests.support.slurm_cluster`); where
 
 import contextlib
 import importlib.metadata
+import os
 import shutil
 import signal
 import subprocess
@@ -18,10 +19,12 @@ from typing import Any
 import pytest
 
 import hpctrain
+from hpctrain.job.session import ranges
 from hpctrain.launch.process_end import SIGNALLED, STOPPED, USER_ERROR
 from hpctrain.runs.directory import latest
 from tests.support.signal_storm import final_tensors, prepare, same_bits
 from tests.support.slurm_cluster import NODES, SlurmCluster, SlurmJob, SlurmUser, missing, slurm_cluster
+from tests.support.stand_ins import edited
 
 pytestmark = [pytest.mark.job, pytest.mark.slow]
 EPOCHS, STEPS = 3, 5
@@ -239,3 +242,45 @@ def test_the_time_limit_itself_saves_and_queues_the_job_again(user: SlurmUser, l
     assert int(user.shown(limited)["Restarts"]) >= 1
     assert "stopped by SIGUSR1" in limited.text
     _require_same(user, undisturbed, "limited")
+
+
+def _bound(configuration: str) -> dict[int, str]:
+    """By rank, its cores as the system knows them, of the ranks that run on a cluster."""
+    cores = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError, UnicodeDecodeError):
+            environ = dict(line.split("=", 1) for line in (folder / "environ").read_text().split("\0") if "=" in line)
+            ours = environ.get("SLURM_CONF") == configuration and "SLURM_PROCID" in environ
+            if ours and "mpi4py" in (folder / "cmdline").read_text().split("\0"):
+                cores[int(environ["SLURM_PROCID"])] = ranges(os.sched_getaffinity(int(folder.name)))
+    return cores
+
+
+@pytest.mark.thorough
+def test_ranks_are_bound_to_the_cores_that_were_asked_for(tmp_path: Path) -> None:
+    """By the script in jobs/, on nodes that have all cores of this machine; a job that its user cancels is not queued again."""
+    if (reason := missing()) is not None:
+        pytest.skip(reason)
+    with slurm_cluster(tmp_path / "cluster", shared_cores=True) as cluster:
+        user = SlurmUser(tmp_path, cluster)
+        prepare(tmp_path, images=480)
+        script = (Path(__file__).parents[2] / "jobs" / "slurm.sbatch").read_text()
+        (tmp_path / "job.sbatch").write_text(edited(script, DOCTOR_SECONDS="0", MPI="pmi2"))
+        kept = {name: value for name, value in user.environment.items() if not name.endswith("_NUM_THREADS")}
+        kept["PATH"] = f"{Path(sys.executable).parent}:{kept['PATH']}"
+        for tasks in sorted({1, cluster.cores}):
+            threads, log = cluster.cores // tasks, tmp_path / f"{tasks}.out"
+            sizes = ("--nodes=2", f"--ntasks-per-node={tasks}", f"--cpus-per-task={threads}", "--time=10", f"--output={log}")
+            words = ("job.sbatch", "storm.yaml", f"output=bound-{tasks}", "epochs=100000")
+            job = SlurmJob(user.run("sbatch", "--parsable", *sizes, *words, environment=kept).strip(), log)
+            user.wait(lambda job=job: "run directory" in job.text, job)
+            bound = _bound(kept["SLURM_CONF"])
+            user.run("scancel", job.number)
+            user.code(job)
+            assert len(bound) == 2 * tasks
+            each = " | ".join(bound[rank] for rank in range(tasks))
+            assert f"cores of the ranks: {each} on each of 2 nodes" in job.text
+            assert f"{threads} thread{'s' * (threads > 1)} per rank" in job.text
+            user.wait(lambda: not _bound(kept["SLURM_CONF"]), job, may_end=True)
+            shown = user.shown(job)
+            assert (shown["Restarts"], shown["JobState"]) == ("0", "CANCELLED")

@@ -9,11 +9,10 @@ import sys
 from collections.abc import Mapping
 
 from hpctrain.backend.choice import make_backend
-from hpctrain.backend.graph import GraphBuilder
-from hpctrain.backend.specs import TensorSpec
 from hpctrain.bench.engine_step import workload
 from hpctrain.models import catalogue
 from hpctrain.nn.compile.compiler import compile_graph
+from hpctrain.nn.network import Lowering
 
 _NETWORKS = (("resnet50", 8, 224), ("vgg16", 4, 224), ("resnet34", 12, 48), ("resnet20", 64, 32), ("small", 32, 28))
 
@@ -22,11 +21,11 @@ def arena_sizes(backend: str) -> dict[str, list[int]]:
     """network -> bytes of [training, evaluation]."""
     kernels = make_backend(backend).kernels
     sizes = {}
-    for model, batch, pixels in _NETWORKS:
-        task = workload(model, batch, pixels)
-        builder = GraphBuilder(TensorSpec((task.batch, task.pixels, task.pixels, task.channels), "float32"))
-        graph = builder.build(catalogue.build(task.model, task.options).lower(builder, 0, ""))
-        sizes[f"{model}-{pixels}"] = [compile_graph(graph, kernels, training=training).arena_bytes for training in (True, False)]
+    for name, batch, pixels in _NETWORKS:
+        task = workload(name, batch, pixels)
+        model = catalogue.build(task.model, task.options)
+        graph = Lowering(model).graph(task.batch, (task.pixels, task.pixels, task.channels))
+        sizes[f"{name}-{pixels}"] = [compile_graph(graph, kernels, training=training).arena_bytes for training in (True, False)]
     return sizes
 
 

@@ -8,11 +8,10 @@ from typing import Any
 import numpy as np
 
 from hpctrain.backend.arithmetic import Arithmetic
-from hpctrain.backend.cuda.kernel_set import CudaKernelSet
-from hpctrain.backend.cuda.runtime import CudaRuntime
 from hpctrain.comm.base import Communicator
 from hpctrain.testing.operators import empty, put, take
 from hpctrain_testing.virtual.run import wait
+from tests.support.emulated import kernels_on
 
 #: elements of each rank's piece; some ranks have none
 COUNTS = {1: (3,), 2: (5, 2), 3: (0, 4, 3), 4: (2, 0, 1, 6)}
@@ -26,7 +25,7 @@ class DeviceRank:
     """
 
     def __init__(self, comm: Communicator, device: Any, reach: Callable[[Communicator, Arithmetic], Communicator]) -> None:
-        self.kernels = CudaKernelSet(CudaRuntime(device, device.stream("compute"), "float64"))
+        self.kernels = kernels_on(device)
         self.comm = reach(comm, self.kernels.arithmetic)
         self.counts = COUNTS[comm.size]
         self.begin = sum(self.counts[: comm.rank])

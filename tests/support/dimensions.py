@@ -18,19 +18,17 @@ from hpctrain.assembly.images import check_image_shapes
 from hpctrain.assembly.recipe import check_batch
 from hpctrain.averaging.averagers import make_strategy
 from hpctrain.averaging.base import PlannedGroup
-from hpctrain.backend.cuda.kernel_set import CudaKernelSet
-from hpctrain.backend.cuda.runtime import CudaRuntime
-from hpctrain.backend.graph import Graph, GraphBuilder
+from hpctrain.backend.graph import Graph
 from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
 from hpctrain.backend.operators import KernelSet
-from hpctrain.backend.specs import BatchNormSpec, TensorSpec, parameter_dtype
+from hpctrain.backend.specs import BatchNormSpec, parameter_dtype
 from hpctrain.comm.groups import coordinates
 from hpctrain.config.schema import Config, MixingConfig
 from hpctrain.core.errors import HpctrainError
 from hpctrain.data.pipeline import ImageSizes
 from hpctrain.data.sampler import Mixing
 from hpctrain.nn.layers import Layer
-from hpctrain.nn.network import Network
+from hpctrain.nn.network import Lowering, Network
 from hpctrain.nn.parameter import GroupLayout
 from hpctrain.optim.base import NormsNeeded
 from hpctrain.optim.ema import EmaRule
@@ -43,6 +41,7 @@ from hpctrain.training.passes import split_fault as split_fault_of_exact
 from hpctrain.training.weight_watch import CheckCadence
 from hpctrain_testing.emulator.device import EmulatedDevice
 from tests.support import nets
+from tests.support.emulated import kernels_on
 from tests.support.training import Task
 
 #: option -> value, as they are written; options may be missing while a combination is drawn
@@ -290,8 +289,7 @@ def parallel_plan(row: Row) -> ParallelPlan:
 
 @cache
 def graph_of(net: str) -> Graph:
-    builder = GraphBuilder(TensorSpec((1, *Task.image_shape), "float64"))
-    return builder.build(DIMENSIONS["net"][net].model().lower(builder, 0, ""))
+    return Lowering(DIMENSIONS["net"][net].model(), dtype="float64").graph(1, Task.image_shape)
 
 
 def frozen_layers(row: Row) -> tuple[str, ...]:
@@ -322,7 +320,7 @@ def kernels_of(row: Row, rank: int = 0) -> KernelSet:
         return NumpyKernelSet()
     device = EmulatedDevice(zlib.crc32(line(row).encode()) + rank)
     precision = value_of(row, "precision") or "float64"
-    return CudaKernelSet(CudaRuntime(device, device.stream("compute"), precision, graphs=graphs))
+    return kernels_on(device, precision, graphs=graphs)
 
 
 def steps_of(row: Row) -> int:

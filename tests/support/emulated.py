@@ -7,19 +7,22 @@ there is no g++ it is skipped, but fails in continuous integration.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from hpctrain.backend.cuda import sources
-from hpctrain.backend.cuda.device import Precision
+from hpctrain.backend.cuda.device import Device, Precision
 from hpctrain.backend.cuda.kernel_set import CudaKernelSet
 from hpctrain.backend.cuda.runtime import CudaRuntime
-from hpctrain.core.errors import BackendError
+from hpctrain.core.errors import BackendError, DivergedError
 from hpctrain_testing.emulator import kernels
 from hpctrain_testing.emulator.device import EmulatedDevice
+from hpctrain_testing.emulator.memory import EmulatedDeviceError
 
 #: a source of tests alone
 PLANTED = Path(__file__).parents[1] / "emulator" / "sources" / "planted.cu"
@@ -40,6 +43,50 @@ EXPORT(add)
 
 EmulatedDeviceFactory = Callable[..., EmulatedDevice]
 CudaKernelsFactory = Callable[..., CudaKernelSet]
+
+
+def kernels_on(device: Device, precision: Precision = "float64", *, graphs: bool = True) -> CudaKernelSet:
+    """The cuda set on a device."""
+    return CudaKernelSet(CudaRuntime(device, device.stream("compute"), precision, graphs=graphs))
+
+
+def assert_waits_matter(
+    make: EmulatedDeviceFactory,
+    results: Callable[[Callable[[int], CudaKernelSet]], Mapping[str, np.ndarray]],
+    counts: Callable[[str], bool] = lambda wait: True,
+) -> int:
+    """Require that each place in the code that waits is needed, and return the number of these places.
+
+    If the first rank leaves out the wait, the results must differ or an error must come, for some order of the work.
+
+    Args:
+        results: results of a program, from the kernel set of each of its ranks.
+        counts: whether a wait is of interest, by its description.
+    """
+    first: list[EmulatedDevice] = []
+
+    def kernels(rank: int, ignored_wait: int | None = None, seed: int = 1) -> CudaKernelSet:
+        device = make(seed + rank, ignored_wait=ignored_wait if rank == 0 else None)
+        first.extend([device] if rank == 0 else [])
+        return kernels_on(device)
+
+    expected = results(kernels)
+    places: dict[str, list[int]] = {}
+    for number, wait in enumerate(first[0].waits):
+        if counts(wait):
+            places.setdefault(wait.partition(" waits for ")[0] + wait.rpartition(" at ")[2], []).append(number)
+
+    def fails(seed: int, number: int) -> bool:
+        try:
+            found = results(partial(kernels, ignored_wait=number, seed=seed))
+        except (EmulatedDeviceError, DivergedError, ValueError):  # the device, the step's own look, a count that is NaN
+            return True
+        return any(not np.array_equal(found[name], values) for name, values in expected.items())
+
+    for place, numbers in places.items():
+        trials = ((seed, number) for seed in range(1, 5) for number in numbers[:: max(1, len(numbers) // 12)])
+        assert any(fails(seed, number) for seed, number in trials), place
+    return len(places)
 
 
 class EmulatedDevices:
@@ -84,8 +131,7 @@ class EmulatedDevices:
         """The cuda set on a new device: cuda_kernels(precision="float64", seed=0); its `runtime` has the device."""
 
         def make(precision: Precision = "float64", seed: int = 0) -> CudaKernelSet:
-            device = emulated_device(seed)
-            return CudaKernelSet(CudaRuntime(device, device.stream("compute"), precision))
+            return kernels_on(emulated_device(seed), precision)
 
         return make
 

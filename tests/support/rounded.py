@@ -6,10 +6,10 @@ import numpy as np
 
 from hpctrain.backend.cuda.device import bfloat16_bits, bfloat16_values
 from hpctrain.backend.cuda.kernel_set import CudaKernelSet
-from hpctrain.backend.cuda.runtime import CudaRuntime
 from hpctrain.backend.specs import Spec, parameter_dtype
 from hpctrain.testing.operators import OperatorBench
 from hpctrain_testing.emulator.device import EmulatedDevice
+from tests.support.emulated import kernels_on
 
 DTYPES = ["float64", "float32", "bfloat16"]
 
@@ -35,7 +35,7 @@ def assert_rounded(actual: np.ndarray, expected: np.ndarray, dtype: str) -> None
 def emulated_kernels(precision: str, seed: int = 0) -> CudaKernelSet:
     """The cuda set on a new device, for tests that draw the seed, which a fixture cannot."""
     device = EmulatedDevice(seed)
-    return CudaKernelSet(CudaRuntime(device, device.stream("compute"), precision))
+    return kernels_on(device, precision)
 
 
 def device_bench(

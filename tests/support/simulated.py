@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from hpctrain.averaging.averagers import make_strategy
 from hpctrain.averaging.collective_schedule import CollectiveSchedule, EventKind, LocalEventKey, Operation, OperationKind, Stream
 from hpctrain.averaging.slicing import Slice
-from hpctrain.backend.graph import Graph, GraphBuilder
 from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
 from hpctrain.backend.operators import KernelSet
-from hpctrain.backend.specs import TensorSpec
 from hpctrain.models import catalogue
 from hpctrain.nn.compile.plan import Action, PlannedStep, StepMemory
 from hpctrain.nn.layers import Layer
-from hpctrain.nn.network import declared
+from hpctrain.nn.network import Lowering, declared
 from hpctrain.optim.base import NormsNeeded
 from hpctrain.planner.costs.collective_costs import GridPlacements, GroupPlacement
 from hpctrain.planner.costs.machine import Link, LinkSegment, Machine, OperatorClass, OperatorRate
@@ -63,11 +62,7 @@ def job_of(
 ) -> Job:
     """Return a job. model: a layer, or a name of the catalogue with options."""
     layer = catalogue.build(model, options or {}) if isinstance(model, str) else model
-
-    def graph_of(samples: int) -> Graph:
-        builder = GraphBuilder(TensorSpec((samples, *image_shape), dtype))
-        return builder.build(layer.lower(builder, 0, ""))
-
+    graph_of = partial(Lowering(layer, dtype=dtype).graph, image_shape=image_shape)
     return Job(
         model=model if isinstance(model, str) else "net",
         graph_of=graph_of,

@@ -11,15 +11,15 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from unittest.mock import patch
 
-from hpctrain.backend.graph import Graph, GraphBuilder
+from hpctrain.backend.graph import Graph
 from hpctrain.backend.operators import KernelSet
-from hpctrain.backend.specs import TensorSpec
 from hpctrain.models import catalogue
 from hpctrain.nn.compile import compiler
 from hpctrain.nn.compile.memory import Block, Sharing, Timeline, Use
 from hpctrain.nn.compile.plan import Action, Actions, ExecutionPlan, Key, Region
 from hpctrain.nn.compile.steps import Steps, make_steps
 from hpctrain.nn.layers import Conv2d, Flatten, Layer, Linear, ReLU, Residual, Sequential
+from hpctrain.nn.network import Lowering
 from hpctrain.parallel.moves import SplitGroup
 from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
 from hpctrain.parallel.partition_graph import partition_graph
@@ -31,8 +31,7 @@ P, I, F, R, B = Action.PARAMETERS, Action.INPUT, Action.FREE, Action.RECOMPUTE, 
 
 def lowered(model: Layer, shape: tuple[int, int, int], samples: int = 3) -> Graph:
     """The model's graph, in float32."""
-    builder = GraphBuilder(TensorSpec((samples, *shape), "float32"))
-    return builder.build(model.lower(builder, 0, ""))
+    return Lowering(model).graph(samples, shape)
 
 
 def split(model: Layer, shape: tuple[int, int, int]) -> Graph:

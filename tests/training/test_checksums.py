@@ -17,8 +17,6 @@ from hpctrain.averaging.strategies.overlap import Overlap
 from hpctrain.averaging.strategies.priority import Priority, PriorityOptions
 from hpctrain.averaging.strategies.sharded import Sharded, ShardedOptions
 from hpctrain.averaging.strategies.sparse import Sparse, SparseOptions
-from hpctrain.backend.cuda.kernel_set import CudaKernelSet
-from hpctrain.backend.cuda.runtime import CudaRuntime
 from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
 from hpctrain.core.errors import CorruptedStateError
 from hpctrain.core.intervals import even_intervals, relative, replace_dim, whole
@@ -49,6 +47,7 @@ from hpctrain_testing.emulator.device import EmulatedDevice
 from hpctrain_testing.virtual.communicator import ThreadCommunicator
 from hpctrain_testing.virtual.run import run_virtual, virtual_engine
 from tests.support import nets
+from tests.support.emulated import kernels_on
 from tests.support.training import Task, batches, replica_of
 from tests.training.test_checkpoint_state import MIXED, POSITION
 
@@ -216,7 +215,7 @@ def test_frozen_parameters_are_among_them(cols: int) -> None:
 def test_arrays_of_devices_have_the_hashes_of_their_values(strategy: str) -> None:
     def pair(comm: ThreadCommunicator) -> tuple[dict[str, str], dict[str, str]]:
         device = EmulatedDevice(comm.rank)
-        kernels = CudaKernelSet(CudaRuntime(device, device.stream("compute"), "float64"))
+        kernels = kernels_on(device)
         task = Task(nets.plain, kernels, partial(Sgd, momentum=0.9), samples=19, steps=2, plan=ParallelPlan(1, 2))
         replica = trained(comm, task, strategy)
         return state_hashes(replica), of_content(replica.state(POSITION, {}))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -19,12 +19,11 @@ from hpctrain.averaging.strategies.priority import Priority
 from hpctrain.averaging.strategies.sharded import Sharded
 from hpctrain.backend.cuda.device import Precision
 from hpctrain.backend.cuda.kernel_set import CudaKernelSet
-from hpctrain.backend.cuda.runtime import CudaRuntime
 from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
 from hpctrain.backend.operators import KernelSet
 from hpctrain.backend.pixels import PixelBatch
 from hpctrain.backend.specs import parameter_dtype
-from hpctrain.core.errors import BackendError, DivergedError
+from hpctrain.core.errors import BackendError
 from hpctrain.data.image_file import ImageFile
 from hpctrain.data.loader import Loader
 from hpctrain.data.pipeline import Pipeline
@@ -35,11 +34,10 @@ from hpctrain.optim.base import Optimizer
 from hpctrain.optim.optimizers import Lars, Sgd
 from hpctrain.training.replica import Replica, StrategyFactory
 from hpctrain_testing.emulator.device import EmulatedDevice
-from hpctrain_testing.emulator.memory import EmulatedDeviceError
 from hpctrain_testing.virtual.communicator import ThreadCommunicator
 from hpctrain_testing.virtual.run import lone_rank, run_virtual, virtual_engine
 from tests.support import nets
-from tests.support.emulated import EmulatedDeviceFactory
+from tests.support.emulated import EmulatedDeviceFactory, assert_waits_matter, kernels_on
 from tests.support.training import Result, Task, batches, replica_of, train
 
 WAYS: dict[str, tuple[type, dict[str, Any]]] = {
@@ -56,10 +54,6 @@ def _task(**changes: Any) -> Task:
     return replace(Task(partial(nets.plain, dropout=0.3), NumpyKernelSet(), optimizer, micro_batches=1), **changes)
 
 
-def _kernels(device: EmulatedDevice, precision: Precision = "float64", *, graphs: bool = True) -> CudaKernelSet:
-    return CudaKernelSet(CudaRuntime(device, device.stream("compute"), precision, graphs=graphs))
-
-
 def _trained(task: Task, kernels: Callable[[int], KernelSet]) -> list[Result]:
     kind, options = WAYS["sharded"]
 
@@ -74,32 +68,12 @@ def _trained(task: Task, kernels: Callable[[int], KernelSet]) -> list[Result]:
 def test_every_place_that_waits_matters(emulated_device: EmulatedDeviceFactory) -> None:
     """A training of two ranks, one of which leaves a wait of its transport out, ends otherwise for some order of the work."""
     task = _task(steps=3)
-    made: list[EmulatedDevice] = []
 
-    def kernels(rank: int, ignored_wait: int | None = None, seed: int = 1) -> KernelSet:
-        device = emulated_device(seed + rank, ignored_wait=ignored_wait if rank == 0 else None)
-        made.extend([device] if rank == 0 else [])
-        return _kernels(device)
+    def counts(wait: str) -> bool:  # the last one comes a step later than it must, see test_mirrors
+        return ("CudaMirrors" in wait or "CudaTransit" in wait) and not wait.endswith(".mirror")
 
-    expected = _trained(task, kernels)[0].parameters
-    places: dict[str, list[int]] = {}
-    for number, text in enumerate(made[0].waits):
-        if ("CudaMirrors" in text or "CudaTransit" in text) and not text.endswith(
-            ".mirror"
-        ):  # that one comes a step later than it must, see test_mirrors
-            places.setdefault(text.partition(" waits for ")[0] + text.rpartition(" at ")[2], []).append(number)
-    assert len(places) == 3, sorted(places)  # nothing is received that has not been sent something before
-
-    def fails(seed: int, number: int) -> bool:
-        try:
-            found = _trained(task, partial(kernels, ignored_wait=number, seed=seed))[0].parameters
-        except (EmulatedDeviceError, DivergedError, ValueError):
-            return True
-        return any(not np.array_equal(found[name], values) for name, values in expected.items())
-
-    for place, numbers in places.items():
-        trials = ((seed, number) for seed in range(1, 5) for number in numbers[:: max(1, len(numbers) // 12)])
-        assert any(fails(seed, number) for seed, number in trials), place
+    places = assert_waits_matter(emulated_device, lambda kernels: _trained(task, kernels)[0].parameters, counts)
+    assert places == 3  # nothing is received that has not been sent something before
 
 
 @pytest.mark.sample(1)
@@ -111,7 +85,7 @@ def test_steps_allocate_nothing_and_wait_only_where_documented(strategy: str, em
 
     def program(comm: ThreadCommunicator) -> list[str]:
         device = emulated_device(comm.rank)
-        of_rank = replace(task, kernels=_kernels(device))
+        of_rank = replace(task, kernels=kernels_on(device))
         planned_once = {} if strategy == "bucketed" else {"replan": False}
         replica = replica_of(of_rank, comm, virtual_engine(comm), kind, nominal_batch=8, **options, **planned_once)
         for step, batch in enumerate(batches(task, comm.rank, comm.size)):
@@ -139,7 +113,7 @@ def test_bytes_over_the_bus_follow_from_the_schedule(strategy: str, ranks: int, 
 
     def program(comm: ThreadCommunicator) -> None:
         device = emulated_device(comm.rank)
-        kernels = _kernels(device)
+        kernels = kernels_on(device)
         replica = replica_of(
             replace(task, kernels=kernels), comm, virtual_engine(comm), kind, nominal_batch=task.batch, **options
         )
@@ -168,7 +142,7 @@ def test_parameters_in_16_bits_are_refused(emulated_device: EmulatedDeviceFactor
     def program(comm: ThreadCommunicator) -> None:
         with pytest.raises(BackendError, match=r"^wire_parameters is bfloat16, but backend cuda sends parameters unrounded"):
             replica_of(
-                replace(task, kernels=_kernels(emulated_device(comm.rank))),
+                replace(task, kernels=kernels_on(emulated_device(comm.rank))),
                 comm,
                 virtual_engine(comm),
                 Sharded,
@@ -247,7 +221,7 @@ def _assert_close(result: dict[str, np.ndarray], expected: dict[str, np.ndarray]
 def test_a_training_is_that_of_numpy(emulated_device: EmulatedDeviceFactory, seed: int) -> None:
     task, strategy = _single_rank_task(seed), STRATEGIES[seed // 2 % 5]
     device = emulated_device(seed)
-    _assert_close(_train(task, _kernels(device, graphs=bool(seed % 4)), strategy), _train(task, NumpyKernelSet(), strategy))
+    _assert_close(_train(task, kernels_on(device, graphs=bool(seed % 4)), strategy), _train(task, NumpyKernelSet(), strategy))
     device.finish()
 
 
@@ -257,7 +231,7 @@ def test_a_training_is_that_of_numpy(emulated_device: EmulatedDeviceFactory, see
 def test_bits_do_not_depend_on_streams_or_graphs(emulated_device: EmulatedDeviceFactory, model: Callable[[], Layer]) -> None:
     task = replace(_single_rank_task(0), model=model)
     results = [
-        _train(task, _kernels(emulated_device(seed), graphs=graphs), Sharded) for seed in (0, 7) for graphs in (False, True)
+        _train(task, kernels_on(emulated_device(seed), graphs=graphs), Sharded) for seed in (0, 7) for graphs in (False, True)
     ]
     for other in results[1:]:
         for name, values in results[0].items():
@@ -281,7 +255,7 @@ def test_steps_of_one_rank_allocate_nothing_and_wait_where_it_is_said(
         waits.append({function for _, function in device.counters.synchronisations})
         device.counters.synchronisations.clear()
 
-    _train(task, _kernels(device), Sharded, after_step=after_step)
+    _train(task, kernels_on(device), Sharded, after_step=after_step)
     assert device.counters.late_allocations == []
     page = (Path(__file__).parents[2] / "docs" / "gpu.md").read_text()
     for function in set().union(*waits[2:]):
@@ -296,24 +270,14 @@ def test_every_place_of_one_rank_that_waits_matters(emulated_device: EmulatedDev
     of each place in the code, not of each wait.
     """
     task = replace(_single_rank_task(0), steps=4)
-    device = emulated_device(1)
-    expected = _train(task, _kernels(device), Sharded)
-    places: dict[str, list[int]] = {}
-    for number, wait in enumerate(device.waits):
-        places.setdefault(wait.rpartition(" at ")[2], []).append(number)
-    assert len(places) >= 2
-    for place, numbers in places.items():
-        trials = ((seed, number) for seed in range(4) for number in numbers)
-        assert any(_fails(task, emulated_device(seed, ignored_wait=number), expected) for seed, number in trials), place
 
+    def results(kernels: Callable[[int], CudaKernelSet]) -> Mapping[str, np.ndarray]:
+        own = kernels(0)
+        found = _train(task, own, Sharded)
+        own.runtime.device.finish()
+        return found
 
-def _fails(task: Task, device: EmulatedDevice, expected: dict[str, np.ndarray]) -> bool:
-    try:
-        result = _train(task, _kernels(device), Sharded)
-        device.finish()
-    except (EmulatedDeviceError, DivergedError, ValueError):  # the device, the step's own look, a count that is NaN
-        return True
-    return any(not np.array_equal(result[name], values) for name, values in expected.items())
+    assert assert_waits_matter(emulated_device, results) >= 2
 
 
 class _InNumpy(Sgd):
@@ -326,7 +290,7 @@ def test_an_optimiser_in_numpy_is_refused_where_the_arrays_are_elsewhere(emulate
     task = replace(_single_rank_task(0), optimizer=_InNumpy)
     _replica(task, NumpyKernelSet(), Sharded)
     with pytest.raises(BackendError, match=r"^The optimizer _InNumpy computes with NumPy, .* backend cuda; implement it .*\.$"):
-        _replica(task, _kernels(emulated_device()), Sharded)
+        _replica(task, kernels_on(emulated_device()), Sharded)
 
 
 SHAPE, SAMPLES, BATCH = (9, 7, 3), 21, 8
@@ -408,7 +372,7 @@ def test_a_training_on_pixels_is_that_on_images(
     file: ImageFile, emulated_device: EmulatedDeviceFactory, specs: str, dtype: Precision
 ) -> None:
     images, pixels, others = (
-        _train_on_images(file, specs, _kernels(emulated_device(seed), dtype), dtype, leaves_pixels=leaves)
+        _train_on_images(file, specs, kernels_on(emulated_device(seed), dtype), dtype, leaves_pixels=leaves)
         for seed, leaves in ((0, False), (0, True), (4, True))
     )
     for name, values in images.values.items():
@@ -433,7 +397,7 @@ def test_kernels_of_the_host_take_pixels_for_images(file: ImageFile) -> None:
 def test_steps_send_pixels_and_allocate_nothing(file: ImageFile, emulated_device: EmulatedDeviceFactory) -> None:
     """Steps send nothing else but what they send with images as well, and some numbers for each image and micro-batch."""
     images, pixels = (
-        _train_on_images(file, "windows", _kernels(emulated_device(1), "float32"), "float32", leaves_pixels=leaves)
+        _train_on_images(file, "windows", kernels_on(emulated_device(1), "float32"), "float32", leaves_pixels=leaves)
         for leaves in (False, True)
     )
     assert [4 * size for size in pixels.pixels] == images.pixels

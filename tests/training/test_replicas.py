@@ -17,8 +17,6 @@ from hpctrain.averaging.strategies.overlap import Overlap
 from hpctrain.averaging.strategies.priority import Priority
 from hpctrain.averaging.strategies.sharded import Sharded
 from hpctrain.backend.cuda.device import Precision, bfloat16_bits, bfloat16_values
-from hpctrain.backend.cuda.kernel_set import CudaKernelSet
-from hpctrain.backend.cuda.runtime import CudaRuntime
 from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
 from hpctrain.backend.operators import KernelSet
 from hpctrain.comm.groups import ProcessGrid
@@ -41,7 +39,7 @@ from hpctrain.training.weight_watch import CheckCadence
 from hpctrain_testing.virtual.communicator import ThreadCommunicator
 from hpctrain_testing.virtual.run import lone_rank, run_virtual, virtual_engine
 from tests.support import nets, network_state
-from tests.support.emulated import CudaKernelsFactory, EmulatedDeviceFactory
+from tests.support.emulated import CudaKernelsFactory, EmulatedDeviceFactory, kernels_on
 from tests.support.training import Task, batches, distance, made_up, replica_of, train
 
 TASK = Task(nets.residual, NumpyKernelSet(), partial(Sgd, momentum=0.9), steps=7)
@@ -391,17 +389,12 @@ def test_the_first_layer_that_is_not_finite_is_named(cuda_kernels: CudaKernelsFa
         run()
 
 
-def _cuda(emulated_device: EmulatedDeviceFactory, precision: Precision) -> CudaKernelSet:
-    device = emulated_device(0)
-    return CudaKernelSet(CudaRuntime(device, device.stream("compute"), precision, graphs=False))
-
-
 @pytest.mark.parametrize(("precision", "tolerance"), [("float32", 1e-5), ("tf32", 1e-5), ("bfloat16", 1e-2)])
 def test_a_device_trains_in_other_precisions(
     emulated_device: EmulatedDeviceFactory, precision: Precision, tolerance: float
 ) -> None:
     """Losses follow those of float64; parameters stay float32, and rounded copies of them fresh."""
-    kernels = _cuda(emulated_device, precision)
+    kernels = kernels_on(emulated_device(0), precision, graphs=False)
     losses = []
     for task in (
         _task(kernels, model=nets.residual, steps=3, dtype=kernels.runtime.dtype),

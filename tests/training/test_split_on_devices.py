@@ -16,11 +16,8 @@ from hpctrain.averaging.strategies.bucketed import Bucketed
 from hpctrain.averaging.strategies.lazy import Lazy
 from hpctrain.averaging.strategies.priority import Priority
 from hpctrain.averaging.strategies.sharded import Sharded
-from hpctrain.backend.cuda.kernel_set import CudaKernelSet
-from hpctrain.backend.cuda.runtime import CudaRuntime
 from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
 from hpctrain.backend.operators import KernelSet, StepContext
-from hpctrain.core.errors import DivergedError
 from hpctrain.data.loader import Batch
 from hpctrain.nn.layers import Layer
 from hpctrain.nn.program import Program
@@ -29,12 +26,10 @@ from hpctrain.optim.optimizers import Adamw, Lars, Sgd
 from hpctrain.parallel.moves import moved, moved_back
 from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
 from hpctrain.parallel.partition_graph import PartitionedGraph
-from hpctrain_testing.emulator.device import EmulatedDevice
-from hpctrain_testing.emulator.memory import EmulatedDeviceError
 from hpctrain_testing.virtual.communicator import ThreadCommunicator
 from hpctrain_testing.virtual.run import run_virtual, virtual_engine
 from tests.support import nets
-from tests.support.emulated import EmulatedDeviceFactory
+from tests.support.emulated import EmulatedDeviceFactory, assert_waits_matter, kernels_on
 from tests.support.training import Result, Task, assert_same_training, batches, replica_of, train
 
 _MIXED = {
@@ -80,10 +75,6 @@ def task_of(model: str, kind: str, rows: int, cols: int, **changes: Any) -> Task
     """37 samples in batches of 8: uneven shares, and a last batch that some ranks have nothing of."""
     task = Task(MODELS[model], NumpyKernelSet(), OPTIMIZERS[0], steps=5, plan=plan_of(model, kind, rows, cols))
     return replace(task, **changes)
-
-
-def kernels_on(device: EmulatedDevice) -> CudaKernelSet:
-    return CudaKernelSet(CudaRuntime(device, device.stream("compute"), "float64"))
 
 
 def trained(
@@ -141,31 +132,12 @@ def test_every_place_that_waits_matters(emulated_device: EmulatedDeviceFactory) 
     test_mirrors: that before a mirror is used again, and that of a rank which only receives, into a place that is still read.
     """
     task = task_of("plain", "mixed", 2, 1, steps=2)
-    made: list[EmulatedDevice] = []
 
-    def kernels(rank: int, ignored_wait: int | None = None, seed: int = 1) -> KernelSet:
-        device = emulated_device(seed + rank, ignored_wait=ignored_wait if rank == 0 else None)
-        made.extend([device] if rank == 0 else [])
-        return kernels_on(device)
+    def counts(wait: str) -> bool:
+        mirrors = "CudaMirrors" in wait or "CudaTransit" in wait
+        return mirrors and not wait.startswith("from the host") and not wait.endswith((".mirror", "._forget"))
 
-    expected = passes(task, kernels)
-    places: dict[str, list[int]] = {}
-    for number, text in enumerate(made[0].waits):
-        mirrors = "CudaMirrors" in text or "CudaTransit" in text
-        if mirrors and not text.startswith("from the host") and not text.endswith((".mirror", "._forget")):
-            places.setdefault(text.partition(" waits for ")[0] + text.rpartition(" at ")[2], []).append(number)
-    assert len(places) == 3, sorted(places)
-
-    def fails(seed: int, number: int) -> bool:
-        try:
-            found = passes(task, partial(kernels, ignored_wait=number, seed=seed))
-        except (EmulatedDeviceError, DivergedError, ValueError):
-            return True
-        return any(not np.array_equal(found[name], values) for name, values in expected.items())
-
-    for place, numbers in places.items():
-        trials = ((seed, number) for seed in range(1, 5) for number in numbers[:: max(1, len(numbers) // 12)])
-        assert any(fails(seed, number) for seed, number in trials), place
+    assert assert_waits_matter(emulated_device, partial(passes, task), counts) == 3
 
 
 def passes(task: Task, kernels: Callable[..., KernelSet]) -> dict[str, np.ndarray]:

@@ -18,8 +18,6 @@ from hpctrain.averaging.strategies.overlap import Overlap
 from hpctrain.averaging.strategies.sharded import Sharded
 from hpctrain.averaging.strategies.sparse import Sparse
 from hpctrain.backend.cuda.device import Precision
-from hpctrain.backend.cuda.kernel_set import CudaKernelSet
-from hpctrain.backend.cuda.runtime import CudaRuntime
 from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
 from hpctrain.core.errors import CorruptedStateError, DivergedError
 from hpctrain.nn.network import MODEL
@@ -38,7 +36,7 @@ from hpctrain_testing.virtual.run import run_virtual, virtual_engine
 from tests.support import nets
 from tests.support.averaging import STRATEGIES
 from tests.support.damage import _copies, drawn, latest, outcome, undamaged
-from tests.support.emulated import EmulatedDeviceFactory
+from tests.support.emulated import EmulatedDeviceFactory, kernels_on
 from tests.support.training import Task, batches, replica_of, train
 from tests.training.test_not_finite import _Loader
 
@@ -342,7 +340,7 @@ DEVICE_STRATEGIES: dict[str, tuple[type[Strategy], dict[str, Any]]] = {
 
 
 def _task(device: EmulatedDevice, checks: CheckCadence, precision: Precision = "float64", **changes: Any) -> Task:
-    kernels = CudaKernelSet(CudaRuntime(device, device.stream("compute"), precision))
+    kernels = kernels_on(device, precision)
     task = Task(nets.plain, kernels, partial(Sgd, momentum=0.9), steps=5, checks=checks, dtype=precision)
     return replace(task, **changes)
 

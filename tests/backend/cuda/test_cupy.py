@@ -32,7 +32,7 @@ from hpctrain.comm.transports import group_fault, over_nccl
 from hpctrain.core.errors import BackendError
 from hpctrain_testing.emulator.memory import read, write
 from hpctrain_testing.emulator.products import NumpyConvolution
-from tests.support.emulated import ADDING_TEXTS, EmulatedDeviceFactory
+from tests.support.emulated import ADDING_TEXTS, EmulatedDeviceFactory, kernels_on
 from tests.support.fake_cupy import IMPORTER, FakeCublas, FakeCupy, FakeNvrtc
 
 Load = Callable[..., tuple[ModuleType, FakeCupy]]
@@ -493,7 +493,7 @@ def test_a_group_of_one_brings_what_it_has(load: Load, emulated_device: Emulated
     """The whole communicator over the calls of CuPy, each operation in its place."""
     module, fake = load()
     device = module.CupyDevice()
-    kernels = CudaKernelSet(CudaRuntime(device, device.stream("compute"), "float32"))
+    kernels = kernels_on(device, "float32")
     alone = SingleCommunicator()
     assert group_fault(alone, kernels.arithmetic.messages()) is None
     comm = over_nccl(alone, kernels.arithmetic)

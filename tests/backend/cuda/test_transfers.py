@@ -10,18 +10,13 @@ import pytest
 from hpctrain.backend.cuda.device import DeviceArray, bfloat16_bits, bfloat16_values
 from hpctrain.backend.cuda.kernel_set import CudaKernelSet
 from hpctrain.backend.cuda.pixel_input import RING
-from hpctrain.backend.cuda.runtime import CudaRuntime
 from hpctrain.backend.cuda.transports import CudaMirrors
 from hpctrain.backend.pixels import WINDOW, PixelBatch, Resampling
 from hpctrain.comm.base import SingleCommunicator
 from hpctrain.testing.operators import empty, put, take
 from hpctrain_testing.emulator.device import EmulatedDevice
 from hpctrain_testing.emulator.memory import EmulatedDeviceError
-from tests.support.emulated import CudaKernelsFactory, EmulatedDeviceFactory
-
-
-def _kernels(device: EmulatedDevice) -> CudaKernelSet:
-    return CudaKernelSet(CudaRuntime(device, device.stream("compute"), "float64"))
+from tests.support.emulated import CudaKernelsFactory, EmulatedDeviceFactory, kernels_on
 
 
 def _upload(kernels: CudaKernelSet, values: np.ndarray) -> DeviceArray:
@@ -32,7 +27,7 @@ def _upload(kernels: CudaKernelSet, values: np.ndarray) -> DeviceArray:
 
 def _program(device: EmulatedDevice) -> np.ndarray:
     """Operations as averaging has them: a slice leaves after a kernel, the host replaces it, and kernels read what arrives."""
-    kernels = _kernels(device)
+    kernels = kernels_on(device)
     arithmetic, mirrors = kernels.arithmetic, kernels.arithmetic.mirrors()
     gradient, others, total = (_upload(kernels, np.full(64, value)) for value in (1.0, 5.0, 0.0))
     for step in range(4):
@@ -76,7 +71,7 @@ def test_every_place_that_waits_matters(emulated_device: EmulatedDeviceFactory) 
 
 def test_mirrors_are_used_again(emulated_device: EmulatedDeviceFactory) -> None:
     device = emulated_device(1)
-    kernels = _kernels(device)
+    kernels = kernels_on(device)
     mirrors, array = kernels.arithmetic.mirrors(), _upload(kernels, np.arange(10.0))
 
     def operation() -> None:
@@ -101,7 +96,7 @@ _PARTS = [(20, 40), (0, 60), (5, 64), (0, 40), (0, 60), (50, 60)]
 
 def _covered(device: EmulatedDevice) -> list[np.ndarray]:
     """Operations one after the other on parts of one buffer that overlap, as those of a split group: what each has brought."""
-    kernels = _kernels(device)
+    kernels = kernels_on(device)
     arithmetic, mirrors = kernels.arithmetic, kernels.arithmetic.mirrors()
     buffer = _upload(kernels, np.zeros(64))
     mirrors.cover(buffer)
@@ -145,15 +140,15 @@ def test_each_wait_of_a_shared_mirror_matters(emulated_device: EmulatedDeviceFac
 
 
 def test_bfloat16_travels_as_its_bits(emulated_device: EmulatedDeviceFactory) -> None:
-    mirrors = _kernels(emulated_device()).arithmetic.mirrors()
+    mirrors = kernels_on(emulated_device()).arithmetic.mirrors()
     assert isinstance(mirrors, CudaMirrors)
-    array = empty(_kernels(emulated_device()), (3,), "bfloat16")
+    array = empty(kernels_on(emulated_device()), (3,), "bfloat16")
     assert mirrors.mirror(array).dtype == np.uint16
 
 
 def test_events_are_used_again_once_they_are_done(emulated_device: EmulatedDeviceFactory) -> None:
     device = emulated_device(0)
-    kernels = CudaKernelSet(CudaRuntime(device, device.stream("compute"), "float64"))
+    kernels = kernels_on(device)
     messages = kernels.arithmetic.messages()
     first = messages.mark()
     event = first._event
@@ -168,7 +163,7 @@ def test_events_are_used_again_once_they_are_done(emulated_device: EmulatedDevic
 def test_groups_of_a_process_share_one_stream(emulated_device: EmulatedDeviceFactory) -> None:
     """Of one rank: sums and broadcasts leave what they have."""
     device = emulated_device(1)
-    kernels = CudaKernelSet(CudaRuntime(device, device.stream("compute"), "float64"))
+    kernels = kernels_on(device)
     messages, array = kernels.arithmetic.messages(), empty(kernels, (5,), "float64")
     put(kernels, array, np.arange(5.0))
     first, second = (messages.join(SingleCommunicator()) for _ in range(2))
@@ -273,7 +268,7 @@ def test_resized_images_have_the_bits_of_the_host(
 
 def test_pixels_are_a_quarter_of_float32(emulated_device: EmulatedDeviceFactory) -> None:
     device = emulated_device()
-    kernels = CudaKernelSet(CudaRuntime(device, device.stream("compute")))
+    kernels = kernels_on(device, "float32")
     batch = _batch(0, 4, (16, 16, 3), (16, 16), "float32")
     target = kernels.arithmetic.zeros(4 * 16 * 16 * 3, "float32").reshape(batch.shape)
     kernels.make_input(target, batch)
@@ -287,7 +282,7 @@ def test_pixels_are_a_quarter_of_float32(emulated_device: EmulatedDeviceFactory)
 
 def _several(device: EmulatedDevice) -> list[np.ndarray]:
     """Input of batches that are overwritten at once, made while no wait for any is posted."""
-    kernels = CudaKernelSet(CudaRuntime(device, device.stream("compute"), "float64"))
+    kernels = kernels_on(device)
     targets = []
     for number in range(2 * RING + 1):
         batch = _batch(number, 2, (4, 5, 2), (4, 5))
@@ -318,7 +313,7 @@ def test_each_wait_of_the_ring_matters(emulated_device: EmulatedDeviceFactory) -
 
 def _of_growing_sizes(device: EmulatedDevice) -> list[np.ndarray]:
     """Input of resized images whose tables of taps become larger, and smaller again, made while no wait for any is posted."""
-    kernels = CudaKernelSet(CudaRuntime(device, device.stream("compute"), "float64"))
+    kernels = kernels_on(device)
     targets = []
     for seed, size in enumerate(GROWING):
         batch = _resized_batch(seed, (6, 7, 3), size, interpolates=True, dtype="float64")

@@ -11,7 +11,6 @@ import pytest
 from hpctrain.averaging.strategies.blocking import Blocking
 from hpctrain.backend.cuda.device import ConvolutionKey, Precision, bfloat16_bits, bfloat16_values
 from hpctrain.backend.cuda.kernel_set import CudaKernelSet
-from hpctrain.backend.graph import GraphBuilder
 from hpctrain.backend.numpy.classifier import SoftmaxCrossEntropy
 from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
 from hpctrain.backend.operators import AnyArrays, Buffers, KernelSet, LossOperator, LossSums, Operator, StepContext, ViewOperator
@@ -34,7 +33,7 @@ from hpctrain.nn.layers import (
     Residual,
     Sequential,
 )
-from hpctrain.nn.network import Network
+from hpctrain.nn.network import Lowering, Network
 from hpctrain.optim.optimizers import Sgd
 from hpctrain.testing.operators import put, take
 from hpctrain_testing.virtual.run import lone_rank
@@ -128,8 +127,8 @@ def kernels_without_plans(cuda_kernels: CudaKernelsFactory, precision: Precision
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_every_layer_has_an_operator(cuda_kernels: CudaKernelsFactory, name: str, precision: Precision) -> None:
     kernels = kernels_without_plans(cuda_kernels, precision)
-    builder = GraphBuilder(TensorSpec((BATCH, *catalogue.image_shape(name)), kernels.runtime.dtype))
-    graph = builder.build(catalogue.build(name, catalogue.options(name)).lower(builder, 0, ""))
+    model = catalogue.build(name, catalogue.options(name))
+    graph = Lowering(model, dtype=kernels.runtime.dtype).graph(BATCH, catalogue.image_shape(name))
     for training in (False, True):
         steps = make_steps(kernels.fuse(graph, training=training), kernels, training=training, input_gradient=False)
         for step in steps.steps:

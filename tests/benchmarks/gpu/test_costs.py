@@ -23,11 +23,12 @@ from hpctrain.backend.cuda import libraries
 from hpctrain.backend.cuda.device import ConvolutionKey, Device, Precision
 from hpctrain.backend.cuda.kernel_set import CudaKernelSet
 from hpctrain.backend.cuda.runtime import CudaRuntime
-from hpctrain.backend.graph import Graph, GraphBuilder
+from hpctrain.backend.graph import Graph
 from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
-from hpctrain.backend.specs import Conv2dSpec, TensorSpec
+from hpctrain.backend.specs import Conv2dSpec
 from hpctrain.models import catalogue
 from hpctrain.nn.compile.compiler import compile_graph
+from hpctrain.nn.network import Lowering
 from hpctrain_testing.emulator.device import EmulatedDevice
 from tests.support.fake_cudnn import FakeCudnn, FakePlan, Note
 
@@ -86,8 +87,7 @@ def test_gradients_are_added_where_plans_add_them(model: str) -> None:
 
 
 def graph_of_plain(model: str) -> Graph:
-    builder = GraphBuilder(TensorSpec((2, *catalogue.image_shape(model))))
-    return builder.build(catalogue.build(model, {}).lower(builder, 0, ""))
+    return Lowering(catalogue.build(model, {})).graph(2, catalogue.image_shape(model))
 
 
 class CountingDevice:
