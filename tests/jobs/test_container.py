@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import re
-import shutil
-import subprocess
-import sys
 import tomllib
-from pathlib import Path
 
 import pytest
 
-from tests.support.job_scripts import JOBS
+from tests.support.job_scripts import JOBS, require_sound
 
 TOP = JOBS.parent
 DEFINITION = JOBS / "hpctrain.def"
@@ -70,9 +66,5 @@ def test_the_files_that_it_copies_are_there_and_are_all_that_the_package_is_made
 @pytest.mark.job
 @pytest.mark.parametrize("section", SHELL)
 def test_its_scripts_are_sound(section: str) -> None:
-    shellcheck = shutil.which("shellcheck", path=f"{Path(sys.executable).parent}") or shutil.which("shellcheck")
-    assert shellcheck is not None, "requirements-dev.txt brings shellcheck"
-    text = "\n".join(["#!/bin/sh", *PARTS[section], ""])
-    excluded = "--exclude=SC2086"  # pip with its options is one variable, as sh has no arrays
-    done = subprocess.run([shellcheck, excluded, "-"], input=text, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout
+    # Pip with its options is one variable, as sh has no arrays.
+    require_sound("\n".join(["#!/bin/sh", *PARTS[section], ""]), "--exclude=SC2086")

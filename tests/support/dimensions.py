@@ -13,7 +13,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from hpctrain.assembly.checks import host_choice_fault, mixing_fault, transport_fault, wire_fault
+from hpctrain.assembly.checks import device_faults, exact_faults
 from hpctrain.assembly.images import check_image_shapes
 from hpctrain.assembly.recipe import check_batch
 from hpctrain.averaging.averagers import make_strategy
@@ -36,8 +36,7 @@ from hpctrain.optim.optimizers import OPTIMIZERS
 from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
 from hpctrain.parallel.partition_graph import partition_graph
 from hpctrain.run.images import check_skip
-from hpctrain.training.passes import backend_fault, ranks_fault, statistics_fault, synchronised
-from hpctrain.training.passes import split_fault as split_fault_of_exact
+from hpctrain.training.passes import ranks_fault, statistics_fault, synchronised
 from hpctrain.training.weight_watch import CheckCadence
 from hpctrain_testing.emulator.device import EmulatedDevice
 from tests.support import nets
@@ -391,6 +390,8 @@ AVERAGING = ("averager", "slices", *_OPTIONS, "lazy", "sparse", "micro_batches",
 
 DATA = ("data", "grid")
 
+DEVICE = ("averager", "wire_parameters", "mixing", "exact", "grid", "device", "transport")
+
 PLANNING = ("grid", "plan", "net", "tiles", "hides")
 
 SIZING = ("net", "image_sizes")
@@ -404,9 +405,8 @@ def refusal(row: Row) -> str | None:
     Also one by which it refuses to go on, on another grid.
     """
     row = _with_device(row)
-    refused = _refused_averager(_only(row, AVERAGING)) or _refused_device(row) or _refused_data(_only(row, DATA))
-    refused = refused or _refused_transport(row) or _refused_exact(row) or _refused_mixing(row)
-    refused = refused or _refused_sizes(_only(row, SIZING))
+    refused = _refused_averager(_only(row, AVERAGING)) or _refused_device(_only(row, DEVICE))
+    refused = refused or _refused_data(_only(row, DATA)) or _refused_exact(row) or _refused_sizes(_only(row, SIZING))
     refused = refused or _refused_nodes(_only(row, NODES)) or _refused_plan(_only(row, (*PLANNING, "averager", "batch")))
     return refused if refused or not _changes_grid(row) else refusal(resumed(row))
 
@@ -456,22 +456,14 @@ def _refused_nodes(items: tuple[tuple[str, str], ...]) -> str | None:
     return next((sentence for sentence in refused if sentence is not None), None)
 
 
-def _refused_transport(row: Row) -> str | None:
-    if not {"device", "transport", "averager"} <= row.keys() or value_of(row, "transport") == "staged":
-        return None
-    if value_of(row, "device") is None:
-        return transport_fault(value_of(row, "transport"))
-    return host_choice_fault("sparse") if (value_of(row, "transport"), value_of(row, "averager")) == ("nccl", "sparse") else None
-
-
-def _refused_device(row: Row) -> str | None:
-    if not {"grid", "device"} <= row.keys() or value_of(row, "device") is None:
-        return None
-    ranks = math.prod(value_of(row, "grid"))
-    wire = value_of(row, "wire_parameters")
-    if wire is not None and ranks > 1:
-        return wire_fault(wire)
-    return None
+@cache
+def _refused_device(items: tuple[tuple[str, str], ...]) -> str | None:
+    row = dict(items)
+    on_device, transport = value_of(row, "device") is not None, value_of(row, "transport")
+    changes = {"backend": "cuda" if on_device else "numpy", "threads": 1}
+    changes["transport"] = transport if on_device or transport != "staged" else "auto"
+    config = config_of(row).model_copy(update=changes)
+    return next((sentence for _, sentence in (*device_faults(config), *exact_faults(config))), None)
 
 
 @cache
@@ -482,25 +474,12 @@ def _statistics_fault(net: str) -> str | None:
 
 
 def _refused_exact(row: Row) -> str | None:
-    """What an order of sums does not go with, other than an averager."""
+    """What an order of sums does not go with, other than an averager, split layers and a device."""
     shards = value_of(row, "exact")
     if shards is None:
         return None
-    faults: list[str | None] = []
-    if "grid" in row:
-        rows, cols = value_of(row, "grid")
-        faults += [split_fault_of_exact(rows), ranks_fault(shards, rows * cols)]
-    if "net" in row:
-        faults.append(_statistics_fault(row["net"]))
-    if value_of(row, "device") is not None:
-        faults.append(backend_fault("cuda"))
-    return next((fault for fault in faults if fault is not None), None)
-
-
-def _refused_mixing(row: Row) -> str | None:
-    if not {"mixing", "device"} <= row.keys() or value_of(row, "device") is None or value_of(row, "mixing") is None:
-        return None
-    return mixing_fault("cuda")
+    fault = ranks_fault(shards, math.prod(value_of(row, "grid"))) if "grid" in row else None
+    return fault or (_statistics_fault(row["net"]) if "net" in row else None)
 
 
 @cache

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 from hpctrain.site import profile
@@ -28,6 +31,14 @@ def script_of(site: str) -> str:
     request = JobRequest(_NODES.get(site, _OTHERWISE), account=ACCOUNT if account is not None and account.needed else None)
     files = JobFiles("hpctrain", f"jobs/{path_of(site).name}", environment=".venv")
     return render(found, plan_job(found, request, files))
+
+
+def require_sound(text: str, *options: str) -> None:
+    """Require that shellcheck finds nothing in a script."""
+    program = shutil.which("shellcheck", path=str(Path(sys.executable).parent)) or shutil.which("shellcheck")
+    assert program is not None, "requirements-dev.txt brings shellcheck"
+    done = subprocess.run([program, *options, "-"], input=text, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
 
 
 def write() -> None:
