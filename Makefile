@@ -9,7 +9,6 @@
 # make test-openmpi   the tests that depend on the MPI, on Open MPI (in an environment of its own); make openmpi-N: those on N ranks
 # make grid-matrix   whole networks on every grid and plan, on virtual ranks, against one rank
 # make grid-float32  the same in float32 on oneDNN, by distance to float64
-# make grid-full     two networks at full width on a grid, one step (takes 12 GB)
 # make grid-seeds    split layers next to every averaging strategy, with messages in several adversarial orders
 # make many-ranks   64 ranks on this machine: they train as one rank does, on MPICH, then on Open MPI; MANY_RANKS=16: fewer; 10 minutes
 # make combinations  options combined so that every pair meets, against one rank: HPCTRAIN_COMBINATIONS (2,000) of each of three seeds
@@ -92,7 +91,7 @@ GPU_OUT ?= gpu-check
 GPU_CARRIED := nvidia-cudnn-frontend==1.23.0 mpich pydantic pydantic_core annotated-types typing-inspection mpi-pytest
 GPU_PLATFORMS := manylinux_2_28_x86_64 manylinux_2_27_x86_64 manylinux_2_17_x86_64 manylinux2014_x86_64
 
-.PHONY: train test test-mpich test-openmpi openmpi-jobs check quick test-all lint lint-rules lint-format lint-types lint-imports lint-words size unit grid-matrix grid-float32 grid-full grid-seeds many-ranks combinations release docs refusals site slurm slurm-packages signals faults browser parity parity-install perf gpu-floor gpu-plans gpu-check gpu-wheels gpu-rehearse clean
+.PHONY: train test test-mpich test-openmpi openmpi-jobs check quick test-all lint lint-rules lint-format lint-types lint-imports lint-words size unit grid-matrix grid-float32 grid-seeds many-ranks combinations release docs refusals site slurm slurm-packages signals faults browser parity parity-install perf gpu-floor gpu-plans gpu-check gpu-wheels gpu-rehearse clean
 
 $(VENV)/installed: requirements.txt pyproject.toml setup.py
 	$(PYTHON) -m venv $(VENV)
@@ -175,13 +174,10 @@ test-all:
 check: lint unit
 
 grid-matrix: $(VENV)/installed-dev
-	$(TEST_ENV) $(PY) -m tests.support.grid_matrix
+	$(TEST_ENV) $(PY) -m pytest $(SPREAD) tests/parallel/test_grid_matrix.py::test_every_cell_of_the_matrix
 
 grid-float32: $(VENV)/installed-dev
-	$(TEST_ENV) $(PY) -m tests.support.grid_matrix --float32
-
-grid-full: $(VENV)/installed-dev
-	$(TEST_ENV) $(PY) -m tests.support.grid_matrix --full
+	$(TEST_ENV) $(PY) -m pytest $(SPREAD) tests/parallel/test_grid_matrix.py::test_every_cell_in_float32
 
 grid-seeds: $(VENV)/installed-dev
 	$(TEST_ENV) $(PY) -m pytest --level all tests/parallel/test_grid_matrix.py -k with_model_and_domain

@@ -126,17 +126,3 @@ def test_elements_are_touched_by_those_alone_who_know_where_they_lie() -> None:
 )
 def test_what_touches_elements_is_seen(line: str) -> None:
     assert list(_faults(ast.parse(f"def f():\n{textwrap.indent(line, '    ')}")))
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        "arithmetic.add(total, group.grad)",
-        "program.set_input(batch.x[micro_batch.own])",
-        "values = np.array(arithmetic.to_host(parameter.data))",
-        "sums[...] = 0.0",
-        "flat = parameter.grad.reshape(-1); arithmetic.fill(flat, 0.0)",
-    ],
-)
-def test_what_asks_the_service_is_not(line: str) -> None:
-    assert not list(_faults(ast.parse(f"def f():\n{textwrap.indent(line, '    ')}")))

@@ -187,9 +187,3 @@ def test_the_first_lines_of_readme_train_with_the_wheel_and_not_the_checkout(fol
             if not any(re.match(pattern, command) for pattern in EXCEPTIONS):
                 follower.run(command)
     assert "epoch 2/2: train loss" in follower.output
-
-
-def test_the_tutorial_fits_a_terminal() -> None:
-    """Its commands and files do; what the program prints is as it is printed."""
-    for block in blocks("docs/tutorial.md", "bash", "yaml"):
-        assert all(len(line) <= 80 for line in block.text.splitlines()), block

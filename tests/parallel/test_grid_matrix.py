@@ -44,13 +44,24 @@ def test_five_steps_of_a_whole_network(net: str, grid: tuple[int, int], kind: st
     assert cell(net, plan).largest <= TOLERANCE
 
 
-def test_the_matrix_has_every_grid_net_and_plan() -> None:
-    plans = {(net, grid): [plan_of(NETS[net], kind, *grid) for kind in PLANS] for net in NETS for grid in GRIDS}
-    assert len(plans) == len(NETS) * len(GRIDS) == 45
-    for (_, (rows, cols)), found in plans.items():
-        made = [plan for plan in found if plan is not None]
-        assert len(made) == (1 if rows == 1 else len(PLANS))
-        assert all((plan.rows, plan.cols) == (rows, cols) for plan in made)
+CELLS = [(net, grid, kind) for net in NETS for grid in GRIDS for kind in PLANS if plan_of(NETS[net], kind, *grid) is not None]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("net", "grid", "kind"), CELLS, ids=str)
+def test_every_cell_of_the_matrix(net: str, grid: tuple[int, int], kind: str) -> None:
+    plan = plan_of(NETS[net], kind, *grid)
+    assert plan is not None
+    assert cell(net, plan).largest <= TOLERANCE
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("net", "grid", "kind"), CELLS, ids=str)
+def test_every_cell_in_float32(net: str, grid: tuple[int, int], kind: str) -> None:
+    plan = plan_of(NETS[net], kind, *grid)
+    assert plan is not None
+    found = float32_cell(net, plan)
+    assert all(each.near for each in found.values()), found
 
 
 @pytest.mark.sample(1)

@@ -1,17 +1,14 @@
-"""Whole networks on process grids against one rank: `python -m tests.support.grid_matrix` prints a table of all of them.
+"""Whole networks on process grids against one rank.
 
 Networks at full depth and an eighth of their width, on virtual ranks, in float64: five steps with dropout and synchronised batch
 norm. Compared are the losses, every gradient of the first step, and all parameters and running statistics at the end.
 
-With `--float32`, on oneDNN: a result is judged by its distance to one rank's in float64, the median over tensors. It may be twice
-that of one float32 rank, plus 1e-6.
+In float32, on oneDNN, a result is judged by its distance to one rank's in float64, the median over tensors. It may be twice that
+of one float32 rank, plus 1e-6.
 """
 
 from __future__ import annotations
 
-import argparse
-import sys
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -82,14 +79,6 @@ NETS = {
     "resnet50": Net("resnet50", _NARROW, 49, _RESNET, batch=13, samples=37, lr=1e-3),
     "resnet20": Net("resnet20", {"synchronised": True}, 33, {"layer2.*": Parallelism.MODEL, "layer3.*": Parallelism.BATCH}),
 }
-
-
-#: at full width: one step of a few large images; (network, rows, columns, plan)
-FULL = {
-    "resnet50": Net("resnet50", {"synchronised": True, "width": 1.0}, 225, _RESNET, batch=5, samples=5, lr=1e-3),
-    "vgg16": Net("vgg16", {"width": 1.0}, 225, _VGG, batch=3, samples=3),
-}
-FULL_CELLS = (("resnet50", 2, 2, "mixed"), ("vgg16", 2, 1, "mixed"))
 
 
 def plan_of(net: Net, kind: str, rows: int, cols: int) -> ParallelPlan | None:
@@ -179,13 +168,6 @@ def largest(results: Sequence[Result], expected: Result) -> Distances:
     return Distances(*(max(getattr(each, field) for each in found) for field in ("loss", "gradients", "values")))
 
 
-def full_cell(name: str, rows: int, cols: int, kind: str) -> Distances:
-    """One step at full width, without momentum, whose state would take memory."""
-    task = replace(FULL[name].task(plan_of(FULL[name], kind, rows, cols)), steps=1, optimizer=partial(Sgd, momentum=0.0))
-    expected = alone(task)
-    return largest(on_virtual_ranks(task, deadline_seconds=7200), expected)
-
-
 FIELDS = ("gradients", "parameters")
 
 
@@ -219,50 +201,3 @@ def _float32(name: str) -> Task:
 @lru_cache(maxsize=2)
 def _float32_alone(name: str) -> Result:
     return alone(_float32(name))
-
-
-def main(arguments: Sequence[str]) -> int:
-    """Print the table; 1 where a cell is farther than it may be."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--full", action="store_true", help="two networks at full width instead, one step (takes 12 GB)")
-    parser.add_argument("--float32", action="store_true", help="in float32, by the distance to float64")
-    parser.add_argument("--nets", nargs="*", default=list(NETS), choices=list(NETS))
-    parser.add_argument("--grids", nargs="*", default=["x".join(map(str, grid)) for grid in GRIDS])
-    parser.add_argument("--plans", nargs="*", default=list(PLANS), choices=PLANS)
-    chosen = parser.parse_args(arguments)
-    heads = [f"{field}, one rank" for field in FIELDS] if chosen.float32 else ["loss", "gradients", "values"]
-    print(f"{'network':10} {'grid':5} {'plan':7} {' '.join(heads)}, seconds", flush=True)
-    far = 0
-    for name, rows, cols, kind in FULL_CELLS if chosen.full else _chosen_cells(chosen):
-        start = time.perf_counter()
-        plan = plan_of((FULL if chosen.full else NETS)[name], kind, rows, cols)
-        assert plan is not None
-        if chosen.float32:
-            medians = float32_cell(name, plan).values()
-            numbers, near = [number for each in medians for number in (each.many, each.one)], all(each.near for each in medians)
-        else:
-            found = full_cell(name, rows, cols, kind) if chosen.full else cell(name, plan)
-            numbers, near = [found.loss, found.gradients, found.values], found.largest <= TOLERANCE
-        far += not near
-        line = " ".join(f"{number:9.1e}" for number in numbers)
-        print(
-            f"{name:10} {rows}x{cols:<3} {kind:7} {line} {time.perf_counter() - start:8.1f}{'' if near else '  FAR'}", flush=True
-        )
-    print(f"{far} cells are farther than they may be")
-    return int(far > 0)
-
-
-def _chosen_cells(chosen: argparse.Namespace) -> list[tuple[str, int, int, str]]:
-    """(network, rows, columns, plan)."""
-    grids = [tuple(int(part) for part in grid.split("x")) for grid in chosen.grids]
-    return [
-        (name, rows, cols, kind)
-        for name in chosen.nets
-        for rows, cols in grids
-        for kind in chosen.plans
-        if plan_of(NETS[name], kind, rows, cols) is not None
-    ]
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

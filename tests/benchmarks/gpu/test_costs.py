@@ -12,11 +12,10 @@ from typing import Any, cast
 
 import pytest
 
-from benchmarks import gpu_floor, gpu_plans
+from benchmarks import gpu_plans
 from benchmarks.gpu.convolutions import AskedDevice, convolutions
 from benchmarks.gpu.convolutions import graph_of as asked_graph
 from benchmarks.gpu.costs import costs, needed_gradients
-from benchmarks.gpu.devices import DEVICES
 from benchmarks.gpu.floor import Step, graph_of, step_of
 from benchmarks.gpu.training_run import Task, TrainingRun
 from hpctrain.backend.cuda import libraries
@@ -30,7 +29,7 @@ from hpctrain.models import catalogue
 from hpctrain.nn.compile.compiler import compile_graph
 from hpctrain.nn.network import Lowering
 from hpctrain_testing.emulator.device import EmulatedDevice
-from tests.support.fake_cudnn import FakeCudnn, FakePlan, Note
+from tests.support.fake_cudnn import FakeCudnn, FakePlan
 
 
 def kind_bytes(step: Step, kind: str) -> int:
@@ -148,16 +147,6 @@ def test_every_operation_of_the_catalogue_is_counted() -> None:
     assert bounded == {("resnet20", "PadChannelsSpec (lower bound)")}
 
 
-def test_the_command_writes_all_batches_and_devices(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "floor.json"
-    assert gpu_floor.main(["resnet20", "--batch", "4", "2", "--device", "a100", "--out", str(path)]) == 0
-    steps = json.loads(path.read_text())["steps"]
-    assert [step["batch"] for step in steps] == [4, 2]
-    assert {device["name"] for device in steps[0]["devices"]} == {device.name for device in DEVICES.values()}
-    assert steps[0]["rows_of_device"].startswith("A100")
-    assert capsys.readouterr().out.count("PREDICTED: one CUDA graph") == 2
-
-
 def test_every_convolution_that_is_no_product_is_asked_for_in_three_directions() -> None:
     keys = convolutions("resnet20", 2, "bfloat16")
     graph = asked_graph("resnet20", 2, "bfloat16")
@@ -204,27 +193,3 @@ def test_plans_every_convolution_on_every_device_in_every_precision(cudnn, tmp_p
     assert all(entry == {"a100": ["eng7", 4096], "h100": ["eng7", 4096]} for entry in engines.values())
     assert len(cudnn.graphs) == 2 * len(engines)
     assert len(capsys.readouterr().out.splitlines()) == 7
-
-
-def test_a_convolution_without_a_plan_is_said_and_is_a_failure(cudnn, tmp_path: Path, capsys) -> None:
-    cudnn.plans = [FakePlan("eng7", notes=frozenset({Note.TENSOR_CORE}))]
-    out = tmp_path / "plans.json"
-    chosen = ["--models", "small", "--batch", "1", "--devices", "h100", "--precisions", "tf32", "float32", "--out", str(out)]
-    assert gpu_plans.main(chosen) == 1
-    count = len(convolutions("small", 1, "float32"))
-    content = json.loads(out.read_text())
-    assert [row["without_plan"] for row in content["rows"]] == [0, count]
-    assert len(content["without_plan"]) == count
-    assert all(sentence in capsys.readouterr().out for sentence in content["without_plan"][:1])
-    assert content["without_plan"][0].startswith("h100: cuDNN 9.19.0 has no deterministic plan for forward")
-
-
-def test_devices_say_the_same_things_and_by_default_all_are_planned_for() -> None:
-    devices = {path.stem: json.loads(path.read_text()) for path in gpu_plans.PROPERTIES.glob("*.json")}
-    assert set(gpu_plans.parse([]).devices) == devices.keys() >= {"h100", "a100"}
-    first = devices["h100"]
-    assert len(first) == 26
-    for properties in devices.values():
-        assert properties.keys() == first.keys()
-        assert all(type(properties[name]) is type(value) for name, value in first.items())
-    assert [devices[name]["deviceVer"] for name in ("h100", "a100")] == [900, 800]

@@ -3,26 +3,19 @@
 from __future__ import annotations
 
 import json
-import math
-import subprocess
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from benchmarks import gpu_check
-from benchmarks.gpu import links, peer, pixels, stages, training
-from benchmarks.gpu.build import build_kernels, kernel_names, make_convolutions
+from benchmarks.gpu import links, pixels, stages, training
+from benchmarks.gpu.build import kernel_names, make_convolutions
 from benchmarks.gpu.cases import Case, cases, exact
-from benchmarks.gpu.child import watch
-from benchmarks.gpu.facts import _SPEEDS
-from benchmarks.gpu.facts import measure as measure_speeds
 from benchmarks.gpu.kernels import TOLERANCES, compare_all, differences, kernel_set, reference, results, tolerance
 from benchmarks.gpu.ladder import Ladder
 from benchmarks.gpu.pixels import add_rate, check_bits
@@ -31,12 +24,12 @@ from benchmarks.gpu.roundings import SOURCE, count_differences, rounding_kernel
 from benchmarks.gpu.sanitizer import check_program
 from benchmarks.gpu.settings import NotBuiltYetError, Settings, SkippedError
 from benchmarks.gpu.stage_report import FAILED, NOT_BUILT, PASSED, SKIPPED, StageReport
-from benchmarks.gpu.stages import STAGES, Stage, failures, publish, run_all, run_apart, run_here
+from benchmarks.gpu.stages import STAGES, Stage, publish, run_all, run_apart, run_here
 from benchmarks.gpu.training import check_precision, cpu_curve, digest
 from benchmarks.gpu.training_run import Task, TrainingRun
 from hpctrain.backend.cuda import sources
 from hpctrain.backend.cuda.arithmetic import CudaArithmetic
-from hpctrain.backend.cuda.device import ConvolutionKey, DeviceConvolution, Precision
+from hpctrain.backend.cuda.device import Precision
 from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
 from hpctrain.backend.operators import InputView, Operator, StepContext
 from hpctrain.backend.pixels import PixelBatch
@@ -44,7 +37,6 @@ from hpctrain.backend.specs import PoolSpec, TensorSpec
 from hpctrain.comm import device_probe
 from hpctrain.comm.base import Complete
 from hpctrain.comm.progress import ProgressEngine
-from hpctrain.core.errors import BackendError
 from hpctrain.nn.compile import validate
 from hpctrain.testing.operators import OperatorBench
 from hpctrain_testing.emulator.device import EmulatedDevice
@@ -173,26 +165,6 @@ def test_all_limits_fit_one_call() -> None:
     assert [stage.name for stage in STAGES] == order.split()
 
 
-def test_failures_of_all_stages_and_all_logs_are_bounded(settings: Settings) -> None:
-    """What a call returns is its last 12,000 characters: each failed stage has a share, its first checks and its last lines."""
-    contents = [ended(stage.name, FAILED, *[(f"rule {n}", False, "x" * 900) for n in range(30)]) for stage in STAGES]
-    for stage in STAGES:
-        (settings.out / f"{stage.name}.log").write_bytes(b"\xff" * (1 << 18) + f"\nat the end of {stage.name}".encode())
-    text = failures(contents, settings.out)
-    assert len(text) <= 10_000
-    for stage in STAGES:
-        assert f"==== {stage.name}: \n  rule 0: x" in text
-        assert f"at the end of {stage.name}\n" in f"{text}\n"
-    alone = failures(contents[:1], settings.out)
-    assert "rule 9: x" in alone
-    publish(settings.out / "results", settings.out, contents)
-    log = (settings.out / "results" / "gpu-check.log").read_bytes()
-    assert 1 << 19 < len(log) <= 1 << 20
-    for stage in STAGES:
-        assert f"==== {stage.name}.log\n".encode() in log
-        assert f"at the end of {stage.name}\n".encode() in log
-
-
 TASK = Task("small", 6, 28, batches=2, rate=0.05, learnable=True)
 
 
@@ -259,60 +231,12 @@ def test_trainings_are_compared_epoch_by_epoch(report: StageReport) -> None:
     assert outcomes(report) == [True, False, False, False]
 
 
-def test_a_speed_that_cannot_be_measured_keeps_no_other_from_it(report: StageReport) -> None:
-    def failing() -> float:
-        raise BackendError("no copy")
-
-    bench = SimpleNamespace(**dict.fromkeys(_SPEEDS, lambda: 2.0) | {"copy": failing, "product": lambda: math.inf})
-    measure_speeds(bench, report)  # type: ignore[arg-type]
-    assert {check["name"] for check in report.content["checks"] if not check["passed"]} == {
-        "copy is measured",
-        "product has a finite speed",
-    }
-    assert len(report.content["checks"]) == len(_SPEEDS)
-
-
-@pytest.mark.job
-def test_a_program_that_is_stopped_leaves_what_it_printed(capfd: pytest.CaptureFixture[str]) -> None:
-    """The output arrives before the program ends, also where a process of its own holds it open, and in half a character."""
-    lines: list[str] = []
-    program = """import os, subprocess, sys
-subprocess.Popen([sys.executable, "-c", "import time; time.sleep(20)"])
-os.write(1, b"first\\n\\xc3"), os.write(2, b"\\xa9 half")
-import time; time.sleep(20)"""
-    with pytest.raises(subprocess.TimeoutExpired) as stopped:
-        watch([sys.executable, "-c", program], seconds=2.0, on_line=lines.append)
-    assert (stopped.value.output, lines) == ("first\né half", ["first"])
-    assert capfd.readouterr().out == "first\né half"
-
-
 @pytest.mark.job
 def test_programs_that_fail_under_a_sanitizer_are_failed_checks(report: StageReport) -> None:
     check_program("good", [sys.executable, "-c", "print('7 cases')"], report)
     check_program("bad", [sys.executable, "-c", "import sys; print('ERROR SUMMARY: 3 errors'); sys.exit(86)"], report)
     assert outcomes(report) == [True, False]
     assert report.content["summary"] == "good: 7 cases, bad: ERROR SUMMARY: 3 errors"
-
-
-@pytest.mark.job
-def test_what_a_peer_does_not_tell_is_a_failure(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    program = tmp_path / "program.py"
-    monkeypatch.setattr(peer, "_PROGRAM", program)
-    program.write_text(
-        """print('{"model": "m", "batch": 8, "images_per_second": 3.0}W a warning\\n{}'); raise SystemExit("no memory")"""
-    )
-    rows: list[dict[str, Any]] = []
-    assert not peer.time_peer("m", (8, 4), "", math.inf, rows.append)
-    assert rows[0]["images_per_second"] == 3.0
-    assert (rows[1]["batch"], rows[1]["failure"]) == (4, "no memory")
-    program.write_text(
-        """print('{"model": "m", "batch": 8, "images_per_second": 5.0}', flush=True); import time; time.sleep(20)"""
-    )
-    assert peer.time_peer("m", (8, 4), "", time.monotonic() + 2.0, rows.append) == [4]  # no time: no failure either
-    assert [row["batch"] for row in rows] == [8, 4, 8]
-    program.write_text("print('PyTorch is away'); raise SystemExit(77)")
-    with pytest.raises(SkippedError, match="PyTorch is away"):
-        peer.time_peer("m", (8,), "default", math.inf, rows.append)
 
 
 CASES = cases(small=True)
@@ -505,25 +429,6 @@ def test_every_name_is_a_kernel_and_float64_is_for_the_cpu(source: str) -> None:
     assert not any("f64" in name for name in on_gpu)
 
 
-@pytest.mark.job
-def test_a_source_that_fails_is_compiled_once_and_the_others_are_built(report: StageReport) -> None:
-    """Not for each of its kernels: dozens of times the same error would leave no time for what follows."""
-    asked: list[str] = []
-
-    def kernel(source: str, name: str) -> None:
-        asked.append(source)
-        if source == "elementwise":
-            raise BackendError("NVRTC cannot compile the source elementwise.cu")
-
-    device: Any = SimpleNamespace(dtypes=("float32",), kernel=kernel)
-    build_kernels(device, report)
-    assert asked.count("elementwise") == 1 < asked.count("linear")
-    assert set(asked) == set(sources.names())
-    failed = [check for check in report.content["checks"] if not check["passed"]]
-    assert [check["name"] for check in failed] == ["source elementwise"]
-    assert "BackendError: NVRTC cannot compile the source elementwise.cu" in failed[0]["text"]
-
-
 def test_subnormals_that_are_flushed_fail_their_rung(
     emulated_device: EmulatedDeviceFactory, settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -543,19 +448,3 @@ def test_every_convolution_asks_for_its_plans(model: str, of_images: list[str]) 
     first = [key for key in recorder.plans if key.x[3] == 3]
     assert sorted(key.kind for key in first) == of_images
     assert len(recorder.plans) == 3 * len(shapes) - len(of_images) // 2
-
-
-def test_a_plan_that_is_missing_is_reported_and_the_others_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    device = EmulatedDevice()
-    plan = device.convolution
-
-    def without_weight_gradients(key: ConvolutionKey) -> DeviceConvolution:
-        if key.kind == "weight":
-            raise BackendError("no plan")
-        return plan(key)
-
-    monkeypatch.setattr(device, "convolution", without_weight_gradients)
-    recorder = make_convolutions(device, "small", 2, "float32")
-    assert set(recorder.failures.values()) == {"BackendError: no plan"}
-    assert {key.kind for key in recorder.failures} == {"weight"}
-    assert {key.kind for key in recorder.plans} == {"forward", "input"}
