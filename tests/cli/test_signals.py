@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from hpctrain_testing.run import Outcome, patched_program
 from tests.support.here import run_here
 from tests.support.kills import WRITERS, moments, run_writer
 from tests.support.newest_checkpoint import read_newest
-from tests.support.signal_storm import QUIET, Setting, Tally, final_tensors, prepare, quiet_storm, same_bits
+from tests.support.signal_storm import QUIET, Setting, Tally, final_tensors, prepare, quiet_storm, run_setting, same_bits
 from tests.support.tiny_runs import Start, newest_run
 
 pytestmark = pytest.mark.slow
@@ -235,12 +236,27 @@ def test_a_storm_of_signals_changes_no_bit(job: Start, folder: Path) -> None:
 
 
 @pytest.mark.job
+@pytest.mark.thorough
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("ranks", [0, 2])
+@pytest.mark.parametrize("kernels", ["numpy", "onednn"])
+def test_no_storm_ends_a_run_without_its_checkpoint(tmp_path: Path, kernels: str, ranks: int, threads: int) -> None:
+    """Signals that stop a run are among them. `make signals` sets the number of signals of each kind."""
+    prepare(tmp_path)
+    tally = run_setting(tmp_path, Setting(kernels, ranks, threads), int(os.environ.get("HPCTRAIN_SIGNALS", "50")), seed=0)
+    print(vars(tally))
+    assert tally.faults == []
+
+
+@pytest.mark.job
 @pytest.mark.thorough  # tests/cli/test_run_command.py kills at random moments, tests/storage in the middle of writes
 @pytest.mark.parametrize("name", WRITERS)
 def test_killed_trainings_end_with_the_bits_of_an_undisturbed_one(tmp_path: Path, name: str) -> None:
-    """Some of them while a checkpoint is written; `make faults` kills many more."""
+    """Some of them while a checkpoint is written. `make faults` sets the number of kills."""
     prepare(tmp_path, images=256, epochs=3)
-    tally = run_writer(tmp_path, name, WRITERS[name], kills=1, in_writes=1, seed=5)
+    kills = int(os.environ.get("HPCTRAIN_KILLS", "1"))
+    tally = run_writer(tmp_path, name, WRITERS[name], kills, in_writes=max(1, kills // 7), seed=5)
+    print(vars(tally))
     assert tally.faults == []
     assert min(tally.kills.total(), tally.in_writes, tally.compared) >= 1
 

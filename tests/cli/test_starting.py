@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
+import os
 import re
 import textwrap
 from collections.abc import Callable
@@ -19,9 +21,9 @@ from hpctrain.core.errors import ConfigError
 from hpctrain.core.text import place, spans
 from hpctrain.process.start import names_rank
 from hpctrain.runs.directory import flight_directory
-from hpctrain_testing import faults
+from hpctrain_testing import faults, lab
 from hpctrain_testing.run import Outcome, patched_program
-from tests.support.job_pairs import Pair, Tally, reference_of, run_pairs
+from tests.support.job_pairs import Pair, Tally, draw_pairs, run_pairs
 from tests.support.tiny_runs import hpctrain, prepare, tiny
 
 Job = Callable[..., Outcome]
@@ -396,6 +398,20 @@ def test_an_end_before_the_run_and_one_without_a_launcher_are_named(tmp_path: Pa
 def test_two_jobs_that_write_to_one_run_crash_neither_and_lose_no_checkpoint(tmp_path: Path) -> None:
     pairs: list[Pair] = [("step", False, 1), ("write", True, 2)]
     tally = Tally()
-    run_pairs(tmp_path, pairs, None, reference_of(tmp_path / "reference"), tally)
+    run_pairs(tmp_path, pairs, None, tally)
     assert not any(tally.faults.values()), tally.faults
     assert tally.pairs.total() == len(pairs)
+
+
+@pytest.mark.job
+@pytest.mark.thorough
+@pytest.mark.parametrize("hosts", [1, 2])
+def test_jobs_that_meet_in_one_run_crash_neither_and_lose_no_checkpoint(tmp_path: Path, hosts: int) -> None:
+    """On two hosts neither recognises the other's processes. `make faults` sets the number of pairs."""
+    if hosts == 2 and (reason := lab.missing()) is not None:
+        pytest.skip(reason)
+    tally = Tally()
+    with lab.Lab(2, None) if hosts == 2 else contextlib.nullcontext() as both:
+        run_pairs(tmp_path, [*draw_pairs(int(os.environ.get("HPCTRAIN_PAIRS", "6")), seed=0)], both, tally)
+    print(vars(tally))
+    assert not any(tally.faults.values()), tally.faults

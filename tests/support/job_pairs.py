@@ -1,7 +1,5 @@
 """Pairs of jobs that meet in one run: no job may crash, lose a checkpoint, or write to the run together with the other one.
 
-    python -m tests.support.job_pairs --pairs 200 --hosts 1 2 --together 3 --out benchmarks/results/job_pairs.json
-
 A first job trains. A second job of the same name starts at the same time, between two steps, or while a checkpoint is written. It
 is a training, a resume, a job of `hpctrain submit` or a command that deletes checkpoints. In some pairs the first job is killed.
 Two hosts are network namespaces with host names of their own, so no host recognises the other's processes. In the end a last job
@@ -11,14 +9,12 @@ bits of an undisturbed run.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import os
 import random
 import shutil
 import sys
-import tempfile
 import threading
 import time
 from collections import Counter
@@ -33,8 +29,7 @@ import psutil
 from hpctrain.launch.process_end import FINISHED, USER_ERROR
 from hpctrain.runs.owner import owners
 from hpctrain.storage import checkpoint
-from hpctrain.storage.atomic_write import write_json
-from hpctrain_testing.lab import Lab, take_down_at_termination
+from hpctrain_testing.lab import Lab
 from hpctrain_testing.run import StartedJob
 from tests.support.tiny_runs import tiny
 
@@ -235,16 +230,9 @@ def reference_of(folder: Path) -> dict[str, bytes]:
     return final_digest(folder)
 
 
-def run_pairs(
-    folder: Path,
-    pairs: Sequence[Pair],
-    lab: Lab | None,
-    reference: dict[str, bytes],
-    tally: Tally,
-    together: int = 2,
-    out: Path | None = None,
-) -> None:
-    """Run all pairs, `together` at a time, and write the counts after each."""
+def run_pairs(folder: Path, pairs: Sequence[Pair], lab: Lab | None, tally: Tally, together: int = 2) -> None:
+    """Run all pairs, `together` at a time."""
+    reference = reference_of(folder / "reference")
 
     def one(pair: Pair) -> None:
         below = folder / f"{'two' if lab else 'one'}-{pair[2]}"
@@ -253,8 +241,6 @@ def run_pairs(
         run_pair(below, lab, pair, reference, tally)
         if sum(map(len, tally.faults.values())) == before:
             shutil.rmtree(below, ignore_errors=True)
-        if out is not None:
-            write_json(out, vars(tally))
         print(f"{tally.pairs.total()} pairs, {sum(map(len, tally.faults.values()))} faults", flush=True)
 
     with ThreadPoolExecutor(together) as pool:
@@ -266,29 +252,3 @@ def draw_pairs(count: int, seed: int) -> Iterator[Pair]:
     draws = random.Random(seed)
     for number in range(count):
         yield MEETINGS[number % len(MEETINGS)], draws.random() < 1 / 3, seed + number
-
-
-def main() -> int:
-    """Run pairs on one host and on two."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pairs", type=int, default=200, help="Pairs, shared evenly among the numbers of hosts.")
-    parser.add_argument("--hosts", type=int, nargs="+", default=[1, 2], choices=[1, 2])
-    parser.add_argument("--together", type=int, default=2, help="Pairs at a time.")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, help="JSON file of the counts.")
-    chosen = parser.parse_args()
-    tally = Tally()
-    take_down_at_termination()
-    with tempfile.TemporaryDirectory(prefix="hpctrain-pairs-") as text, contextlib.ExitStack() as stack:
-        folder = Path(text)
-        reference = reference_of(folder / "reference")
-        for hosts in chosen.hosts:
-            lab = stack.enter_context(Lab(2, None)) if hosts == 2 else None
-            pairs = list(draw_pairs(chosen.pairs // len(chosen.hosts), chosen.seed))
-            run_pairs(folder, pairs, lab, reference, tally, chosen.together, chosen.out)
-    print(json.dumps(vars(tally), indent=1))
-    return int(any(tally.faults.values()))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

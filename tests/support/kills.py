@@ -1,7 +1,5 @@
 """Trainings that are killed at random moments and resumed: none may lose a checkpoint, change a bit, or leave a file or process.
 
-    python -m tests.support.kills --kills 200 --in-writes 30 --out benchmarks/results/kills.json
-
 Real jobs of two ranks. SIGKILL falls on a rank, on a rank's keeper, on the launcher, or on all of them at once, at a random
 moment or while a checkpoint is being written. The job is resumed, killed again, and at the end of each chain it must have the
 bits of an undisturbed run, and have left no process, no file of its own in shared memory, and no temporary file.
@@ -9,15 +7,11 @@ bits of an undisturbed run, and have left no process, no file of its own in shar
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import json
 import os
 import random
 import shutil
 import signal
-import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -28,8 +22,8 @@ from typing import Any
 import psutil
 
 from hpctrain.launch.process_end import FINISHED
-from hpctrain.runs.directory import latest, software_versions
-from tests.support.signal_storm import Setting, StormJob, final_tensors, prepare, same_bits
+from hpctrain.runs.directory import latest
+from tests.support.signal_storm import Setting, StormJob, final_tensors, same_bits
 
 #: by name, the overrides of the trainings that are killed
 WRITERS: Mapping[str, tuple[str, ...]] = {
@@ -216,29 +210,3 @@ def run_writer(folder: Path, name: str, overrides: Sequence[str], kills: int, in
         if not tally.faults:
             shutil.rmtree(folder / output)
     return tally
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kills", type=int, default=200, help="Kills for each writer.")
-    parser.add_argument("--in-writes", type=int, default=30, help="Minimum number of them while a checkpoint is written.")
-    parser.add_argument("--only", choices=list(WRITERS), help="The one writer to run.")
-    parser.add_argument("--seed", type=int, default=0, help="Seed of moments and targets.")
-    parser.add_argument("--out", type=Path, help="JSON file of the results; written after each writer.")
-    chosen = parser.parse_args()
-    results: dict[str, Any] = {"seed": chosen.seed, "cores": os.cpu_count(), **software_versions(), "writers": {}}
-    for name, overrides in WRITERS.items():
-        if chosen.only in (None, name):
-            begin = time.monotonic()
-            with tempfile.TemporaryDirectory(prefix="hpctrain-kills-") as folder:
-                prepare(Path(folder), images=512, epochs=4)
-                tally = run_writer(Path(folder), name, overrides, chosen.kills, chosen.in_writes, chosen.seed)
-            results["writers"][name] = {**vars(tally), "seconds": round(time.monotonic() - begin)}
-            print(json.dumps(results["writers"][name], indent=1), flush=True)
-            if chosen.out is not None:
-                chosen.out.write_text(json.dumps(results, indent=1) + "\n")
-    return int(any(values["faults"] for values in results["writers"].values()))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,7 +1,5 @@
 """Trainings under thousands of signals: none may crash, change a bit of the result, or end a run without its checkpoint.
 
-    python -m tests.support.signal_storm --signals 10000 --out benchmarks/results/signals.json
-
 Real jobs on both kernel sets, 1 and 2 ranks, 1 and 2 threads. Signals that stop nothing fall on whole runs. Those that stop a run
 fall on it in bursts from a random moment on; it must leave a checkpoint and code 85, is resumed, stopped again, and at the end it
 must have the bits of an undisturbed run.
@@ -9,20 +7,17 @@ must have the bits of an undisturbed run.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import itertools
-import json
 import os
 import random
 import shutil
 import signal
 import sys
-import tempfile
 import time
 import uuid
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from signal import Signals
@@ -33,7 +28,7 @@ import psutil
 
 from hpctrain.launch.process_end import FINISHED, STOPPED
 from hpctrain.launch.process_start import HELD, STOPS
-from hpctrain.runs.directory import latest, software_versions
+from hpctrain.runs.directory import latest
 from hpctrain_testing.run import StartedJob, find_mpiexec
 from tests.support import tiny_runs
 from tests.support.newest_checkpoint import read_newest
@@ -250,36 +245,3 @@ def run_setting(folder: Path, setting: Setting, signals: int, seed: int) -> Tall
     quiet_storm(folder, setting, tally, reference, signals, draws)
     stop_storm(folder, setting, tally, reference, signals, draws, run_seconds)
     return tally
-
-
-def settings() -> Iterator[Setting]:
-    """Both kernel sets, one process and two ranks, one and two threads."""
-    for kernels, ranks, threads in itertools.product(("numpy", "onednn"), (0, 2), (1, 2)):
-        yield Setting(kernels, ranks, threads)
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--signals", type=int, default=10_000, help="Signals of each kind in each setting.")
-    parser.add_argument("--seed", type=int, default=0, help="Seed of moments, kinds and targets.")
-    parser.add_argument("--only", type=int, help="Index of the one setting to run, from 0 on.")
-    parser.add_argument("--out", type=Path, help="JSON file of the results; written after each setting.")
-    chosen = parser.parse_args()
-    results = []
-    for index, setting in enumerate(settings()):
-        if chosen.only is not None and index != chosen.only:
-            continue
-        begin = time.monotonic()
-        with tempfile.TemporaryDirectory(prefix="hpctrain-storm-") as folder:
-            prepare(Path(folder))
-            tally = run_setting(Path(folder), setting, chosen.signals, chosen.seed)
-        results.append({**vars(setting), **vars(tally), "seconds": round(time.monotonic() - begin)})
-        print(json.dumps(results[-1]), flush=True)
-        if chosen.out is not None:
-            about = {"seed": chosen.seed, "cores": os.cpu_count(), **software_versions()}
-            chosen.out.write_text(json.dumps({**about, "settings": results}, indent=1) + "\n")
-    return int(any(result["faults"] for result in results))
-
-
-if __name__ == "__main__":
-    sys.exit(main())
