@@ -166,7 +166,6 @@ test: test-mpich test-openmpi
 
 test-all:
 	$(MAKE) test LEVEL=all
-	$(MAKE) combinations
 	$(MAKE) many-ranks
 	$(MAKE) faults RESULTS=build
 	$(MAKE) signals SIGNALS=500
@@ -240,10 +239,8 @@ many-ranks: $(VENV)/installed-dev $(OPENMPI_VENV)/installed
 	HPCTRAIN_MANY_RANKS=$(MANY_RANKS) $(TEST_ENV) $(OPENMPI_BIN)/python -m pytest --durations=0 tests/cli/test_many_ranks.py
 
 combinations: $(VENV)/installed-dev
-	$(MAKE) --keep-going --jobs $(shell env -u OMP_NUM_THREADS nproc) combinations-1 combinations-2 combinations-3
-
-combinations-%: $(VENV)/installed-dev
-	$(TEST_ENV) $(PY) -m tests.support.combinations --count $(HPCTRAIN_COMBINATIONS) --seeds $*
+	HPCTRAIN_COMBINATIONS=$(HPCTRAIN_COMBINATIONS) $(TEST_ENV) $(PY) -m pytest $(SPREAD) \
+		tests/testing/test_combinations.py::test_combinations_of_other_seeds_equal_one_rank
 
 parity-install: $(VENV)/installed-dev
 	$(PY) -c "import torch" 2>/dev/null || $(PY) -m pip install --quiet --disable-pip-version-check torch==2.13.0

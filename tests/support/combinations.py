@@ -1,6 +1,5 @@
 """Options of the program combined, each combination against one rank in float64: the net under all features.
 
-    python -m tests.support.combinations                          2,000 combinations of each of three seeds
     python -m tests.support.combinations net=plain grid=3x1 ...   one of them; options left out have their first value
 
 See docs/testing.md.
@@ -8,13 +7,11 @@ See docs/testing.md.
 
 from __future__ import annotations
 
-import argparse
 import math
 import sys
-import time
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache, partial
 from pathlib import Path
@@ -340,51 +337,5 @@ class Tally:
                 self.failures.append(f"{line(row)}\n    {found:.1e} from one rank, and {tolerance(row):.0e} is allowed")
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Run one combination, or those of some seeds; 1 where any fails."""
-    parser = argparse.ArgumentParser(description="Combinations of options against one rank in float64.")
-    parser.add_argument("--count", type=int, default=2000, help="combinations of a seed")
-    parser.add_argument("--seeds", type=int, nargs="*", default=[1, 2, 3], help="seeds of drawing")
-    parser.add_argument("--refused", action="store_true", help="list the pairs of values that the program refuses")
-    parser.add_argument("row", nargs="*", metavar="option=value", help="one combination")
-    chosen = parser.parse_args(arguments)
-    if chosen.row:
-        print(f"{run(parsed(chosen.row)):.1e} from one rank")
-        return 0
-    failed = False
-    for seed in chosen.seeds:
-        failed |= _run_seed(chosen.count, seed, list_refused=chosen.refused)
-    return int(failed)
-
-
-def _run_seed(count: int, seed: int, *, list_refused: bool) -> bool:
-    start = time.perf_counter()
-    draw = drawn(count, seed)
-    tally = Tally()
-    for row in _with_progress(draw.rows):
-        before = len(tally.failures)
-        tally.add(row)
-        for failure in tally.failures[before:]:
-            print(f"FAILED {failure}", flush=True)
-    seconds = time.perf_counter() - start
-    print(
-        f"seed {seed}: {tally.run} combinations, {len(tally.failures)} failed, {sum(tally.refused.values())} refused when run, "
-        f"{len(draw.refused)} pairs refused before; the largest distance is {tally.worst:.1e}; {seconds:.0f} s",
-        flush=True,
-    )
-    for sentence, number in tally.refused.items():
-        print(f"refused {number} times: {sentence}")
-    for pair, sentence in sorted(draw.refused.items()) if list_refused else ():
-        print(f"refused {line(dict(pair))}: {sentence}")
-    return bool(tally.failures)
-
-
-def _with_progress(rows: Sequence[Row]) -> Iterator[Row]:
-    for number, row in enumerate(rows):
-        if number % 200 == 0 and number:
-            print(f"{number} of {len(rows)}", flush=True)
-        yield row
-
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    print(f"{run(parsed(sys.argv[1:])):.1e} from one rank")

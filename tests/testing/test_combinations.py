@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -62,16 +62,29 @@ def _blocks() -> list[list[Row]]:
     return shared_out([*rows, *(parsed(row.split()) for row in ALWAYS)], predicted_seconds, BLOCKS)
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("emulated_device")
-@pytest.mark.parametrize("block", range(BLOCKS))
-def test_combinations_equal_one_rank(block: int) -> None:
+def _require_equal(rows: Sequence[Row]) -> None:
     tally = Tally()
-    for row in _blocks()[block]:
+    for row in rows:
         tally.add(row)
     again = "python -m tests.support.combinations "
     assert not tally.failures, "\n".join(["", *(again + failure for failure in tally.failures)])
     assert not tally.refused, "refused only where it ran: such a rule is known before a run"
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("emulated_device")
+@pytest.mark.parametrize("block", range(BLOCKS))
+def test_combinations_equal_one_rank(block: int) -> None:
+    _require_equal(_blocks()[block])
+
+
+@pytest.mark.thorough
+@pytest.mark.usefixtures("emulated_device")
+@pytest.mark.parametrize("block", range(BLOCKS))
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_combinations_of_other_seeds_equal_one_rank(seed: int, block: int) -> None:
+    """`make combinations` sets the number of each seed."""
+    _require_equal(drawn(int(os.environ.get("HPCTRAIN_COMBINATIONS", "2000")), seed).rows[block::BLOCKS])
 
 
 @pytest.mark.slow
