@@ -43,9 +43,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]] | None] = {
     "bucketed": ("bucketed", {}),
     "sharded": ("sharded", {"fc_exchange": "never"}),
     "sharded-auto": ("sharded", {"fc_exchange": "auto"}),
-    "sharded-auto-measured": ("sharded", {"fc_exchange": "auto", "sizes": "measured"}),
     "priority-auto": ("priority", {"fc_exchange": "auto"}),
-    "sharded-measured": ("sharded", {"fc_exchange": "never", "sizes": "measured"}),  # sizes of slices, not by rule
     "sharded-one-level": ("sharded", {"fc_exchange": "never", "two_level": False}),  # where hosts have several ranks
     "priority": ("priority", {"fc_exchange": "never"}),
     **{f"sharded-{size}k": ("sharded", {"fc_exchange": "auto", "bucket_bytes": size << 10}) for size in _FIXED_KIB},

@@ -30,7 +30,7 @@ from hpctrain.averaging.collective_schedule import (
 )
 from hpctrain.averaging.group_sums import JointStep, fill_share
 from hpctrain.averaging.sixteen_bits import Rounding, words_of_rounding
-from hpctrain.averaging.slicing import Sizes, Slice, fingerprint
+from hpctrain.averaging.slicing import Slice, fingerprint
 from hpctrain.comm.base import Complete, Handle
 from hpctrain.comm.groups import Levels, levels
 from hpctrain.comm.link import LinkModel
@@ -228,7 +228,7 @@ class AllreduceStrategy(Strategy):
         """Return slices of all parameters, in forward order. Each slice holds whole parameters.
 
         Args:
-            link: link model that determines the sizes; None if they do not depend on a link.
+            link: link for which the sizes are best, `slicing.RULE_LINK` in a plan.
         """
 
     def least_elements(self, link: LinkModel | None) -> int:
@@ -241,11 +241,6 @@ class AllreduceStrategy(Strategy):
         if size_bytes is None:
             size_bytes = slicing.bucket_bytes(self.group.total_bytes, self.group.ranks, link)
         return max(1, size_bytes // self.group.layout.item_bytes)
-
-    @property
-    def sizes(self) -> Sizes | None:
-        """Rule for sizes that are not set by an option; None if no size depends on a link."""
-        return getattr(self.options, "sizes", None)
 
     @property
     def levels(self) -> Levels | None:
@@ -278,11 +273,8 @@ class AllreduceStrategy(Strategy):
         shards = words_of_shards(self.group.shards)
         return f"{self.words()}{shards}{rounding}; {fingerprint(self.group.layout)}{'' if two is None else two.words}"
 
-    def needs_link(self, usable: CollectiveSchedule | None) -> bool:
-        return self.sizes == "measured" and usable is None
-
     def plan(self, link: LinkModel | None) -> CollectiveSchedule:
-        slices = self.slices(slicing.RULE_LINK if self.sizes == "rule" else link)
+        slices = self.slices(slicing.RULE_LINK)
         order = (Operation(OperationKind.ALLREDUCE, k, Stream.GRADIENTS) for k in reversed(range(len(slices))))
         return CollectiveSchedule(self.request(), self.group.ranks, slices, tuple(order), rounding=self.rounding)
 

@@ -20,7 +20,7 @@ from hpctrain.averaging.sixteen_bits import caster
 from hpctrain.comm import transports
 from hpctrain.comm.base import Communicator, GradientSums
 from hpctrain.comm.groups import across_nodes, in_levels
-from hpctrain.comm.link import calibrate, measure_operation_seconds
+from hpctrain.comm.link import calibrate
 from hpctrain.comm.sums import sums_over, tree_sums_over
 from hpctrain.core.errors import CollectiveMismatchError, ConfigError, OptionError
 from hpctrain.core.registry import Registry, check_options
@@ -96,9 +96,8 @@ def make_averager(strategy: Strategy, setup: AveragerSetup, stored: CollectiveSc
     """Create the averager that runs the strategy's schedule, which is the same on every rank. Collective over `setup.comm`.
 
     Args:
-        stored: schedule of an earlier run; used if `Strategy.accepts` returns True for it. The sizes of slices determine the
-            order of additions, so with measured sizes only a stored schedule repeats a run bit by bit. The order of operations,
-            which changes no bit, is measured unless the stored schedule contains a measured one.
+        stored: schedule of an earlier run; used if `Strategy.accepts` returns True for it. The order of operations, which changes
+            no bit, is measured unless the stored schedule contains a measured one.
 
     Raises:
         CollectiveMismatchError: the ranks have different schedules. Raised on every rank; the message names the first difference.
@@ -113,8 +112,6 @@ def make_averager(strategy: Strategy, setup: AveragerSetup, stored: CollectiveSc
     usable = stored if strategy.accepts(stored) else None
     measures = any(comm.allgather_object(strategy.needs_link(usable)))  # agreed on, because measuring is collective
     link = calibrate(comm, setup.progress) if measures else None
-    if link is not None and any(comm.allgather_object(strategy.needs_operation_seconds(usable))):
-        link = replace(link, operation_seconds=measure_operation_seconds(comm, setup.progress))
     schedule = strategy.plan(link) if usable is None else usable
     assert schedule is not None
     check_same_schedule(comm, schedule)

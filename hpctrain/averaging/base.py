@@ -22,7 +22,7 @@ import numpy as np
 from hpctrain.averaging.collective_schedule import CollectiveSchedule, OperationKind, Stream
 from hpctrain.averaging.group_sums import JointNorms, ReadSums, ShardGradients, TreeNorms
 from hpctrain.averaging.sixteen_bits import RoundedParameters, Rounding, check_wire
-from hpctrain.averaging.slicing import Sizes, whole_bytes
+from hpctrain.averaging.slicing import whole_bytes
 from hpctrain.averaging.sufficient_factors import FcExchange
 from hpctrain.comm.base import Array, Communicator, GradientSums
 from hpctrain.comm.groups import Levels
@@ -68,22 +68,6 @@ def check_at_least_one(**values: int | None) -> None:
     for name, value in values.items():
         if value is not None and value < 1:
             raise OptionError(f"{name} is {value}, but must be at least 1.", name)
-
-
-def check_sizes(sizes: Sizes, **by_hand: int | None) -> None:
-    """Check that the rule for sizes is not "measured" if an option sets a size explicitly.
-
-    Raises:
-        OptionError: sizes is "measured" and an option sets a size.
-    """
-    for name, value in by_hand.items():
-        if sizes == "measured" and value is not None:
-            raise OptionError(f"sizes is measured, but {name} is {value}, which sets the size; remove one of the two.", "sizes")
-
-
-def words_of_sizes(sizes: Sizes) -> str:
-    """Return the text about `sizes` that is appended to the request of a stored schedule; empty for "rule", the default."""
-    return ", sizes measured" if sizes == "measured" else ""
 
 
 @dataclass(frozen=True)
@@ -515,7 +499,7 @@ class Strategy(ABC):
         """Return the schedule of the first steps; None if the strategy has none.
 
         Args:
-            link: measured link; None if neither sizes nor the order depend on it.
+            link: measured link; None if the order does not depend on it.
         """
         return None
 
@@ -536,10 +520,6 @@ class Strategy(ABC):
         Args:
             usable: stored schedule that will be used, if any; it may make the measurement unnecessary.
         """
-        return False
-
-    def needs_operation_seconds(self, usable: CollectiveSchedule | None) -> bool:
-        """Return whether the processor time of an operation must be measured, too. `usable` as in `needs_link`."""
         return False
 
     def shared(self, comm: Communicator, progress: ProgressEngine, members: int) -> Any:

@@ -135,7 +135,9 @@ class CollectiveSchedule:
             operations = tuple(
                 Operation(OperationKind(item["kind"]), item["slice"], Stream(item["stream"])) for item in values.pop("operations")
             )
-            return CollectiveSchedule(slices=slices, operations=operations, rounding=rounding, **values)
+            # Release 0.1.0 could choose sizes for a measured link; its runs keep their slices.
+            request = values.pop("request").replace(", sizes measured", "")
+            return CollectiveSchedule(request, slices=slices, operations=operations, rounding=rounding, **values)
 
     def text(self, operation: Operation) -> str:
         """Return the name of an operation and its slice, for messages and traces."""

@@ -54,7 +54,7 @@ class ReduceScatterStrategy(Strategy):
 
     A subclass must define `words`. It may override `streams`, sizes (`slice_elements`), `urgency` or `order`, `window`, `slices`,
     `operations` and `averager`, which passes `averager_arguments` to a `ReduceScatterAverager`. Its options must include
-    `fc_exchange`, `sizes`, `two_level` and `replan`, as `ShardedOptions` does.
+    `fc_exchange`, `two_level` and `replan`, as `ShardedOptions` does.
 
     Attributes:
         streams: streams of the operations. On one stream, gathers and reductions follow each other in one order; on two, they may
@@ -114,7 +114,7 @@ class ReduceScatterStrategy(Strategy):
         given by the option `bucket_bytes`, if there is one and it is set; otherwise by the rule of `slicing.slice_elements`.
 
         Args:
-            link: measured link if the option `sizes` is "measured", otherwise `slicing.RULE_LINK`.
+            link: link for which the sizes are best, `slicing.RULE_LINK` in a plan.
         """
         return slicing.slice_elements(getattr(self.options, "bucket_bytes", None), self.group.layout, self.group.ranks, link)
 
@@ -175,15 +175,15 @@ class ReduceScatterStrategy(Strategy):
         return norms == ([ALL_SLICES] if self.group.needs_norms else [])
 
     def needs_link(self, usable: CollectiveSchedule | None) -> bool:
-        """Return whether a measured link is needed, for sizes or for an order that has not been planned from measured times."""
-        return self.replans(usable) or (usable is None and self.options.sizes == "measured")
+        """Return whether a measured link is needed, for an order that has not been planned from measured times."""
+        return self.replans(usable)
 
     def replans(self, schedule: CollectiveSchedule | None) -> bool:
         """Return whether the operations of a schedule have not been ordered by measured times yet but should be."""
         return self.options.replan and not (schedule is not None and schedule.timed)
 
     def plan(self, link: LinkModel | None) -> CollectiveSchedule:
-        slices = self.slices(link if self.options.sizes == "measured" else slicing.RULE_LINK)
+        slices = self.slices(slicing.RULE_LINK)
         operations = self.operations(slices, Times.unknown(tuple(self.group.layout.specs)), link)
         window = self.window(slices, link, None)
         return CollectiveSchedule(self.request(), self.group.ranks, slices, operations, window, rounding=self.rounding)

@@ -1,8 +1,8 @@
 """Slices: groups of elements of the flat buffers that travel together, and their sizes. Pure data, the same on every rank.
 
-Sizes are derived from bytes, ranks, a link's alpha and beta, and the processor time of an operation. They determine the order of
-additions, so a repeated run needs the same sizes. By default, sizes follow from bytes and ranks by a rule. Measurements then
-determine only the order of operations, which changes no bit.
+Sizes determine the order of additions, so a repeated run needs the same sizes. They follow from bytes and ranks by a rule: the
+best ones for a link with the alpha, beta and processor time of `RULE_LINK`. Measurements determine only the order of operations,
+which changes no bit.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Literal
 
 from hpctrain.averaging.top_k import kept_at
 from hpctrain.comm.link import LinkModel
@@ -259,7 +258,6 @@ def fingerprint(layout: GroupLayout, exchanging: Collection[str] = ()) -> str:
     return f"parameters {hashlib.sha256(f'{layout.dtype} {text}'.encode()).hexdigest()[:16]}"
 
 
-Sizes = Literal["rule", "measured"]
 #: link for sizes by rule: a message costs as much as 64 KiB. Networks lie between 25 KiB (20 us at 10 Gb/s) and some 200 KiB
 #: (shared memory). Fused slices grow with its square root, so they are never far from the optimum. An operation takes as much
 #: processor time as 6 KiB take on the link: 50 us at 1 Gb/s, where the order of the slices matters most

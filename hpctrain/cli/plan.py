@@ -445,7 +445,7 @@ def schedule(alpha_seconds: float, beta_seconds_per_byte: float, ranks_per_node:
     Prints slices, owners, order, window and hash for each group of parameters.
 
     A run measures alpha and beta, and reorders some operations by measured times; its directory contains the final schedule. The
-    sizes of slices do not depend on measurements unless averager.sizes is "measured".
+    sizes of slices do not depend on measurements.
     """
     task = _task(**job)
     from hpctrain.cli import plan_tables

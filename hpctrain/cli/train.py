@@ -73,12 +73,6 @@ _PRINTED = "-"  # value of --confusion without a file name
     "terminal, lines elsewhere.",
 )
 @click.option(
-    "--schedule-from",
-    type=FilePath(),
-    metavar="RUN",
-    help="Average gradients in the slices and the order of this run (a directory or checkpoint file), to reproduce it bitwise.",
-)
-@click.option(
     "--stopped-file",
     type=OutputFile(streams=True, of_job=True),
     help="If the run is stopped, write this file and exit with code 0 instead of 85, as some launchers kill the other ranks if "
@@ -95,7 +89,6 @@ def train(
     compute_only: bool,
     smoke: bool,
     style: ProgressStyle | None,
-    schedule_from: str | None,
     stopped_file: Path | None,
     log_ranks: str,
 ) -> None:
@@ -104,7 +97,7 @@ def train(
     OVERRIDES such as optimizer.lr=0.2 override keys of the file. On SIGINT (Ctrl-C), SIGTERM, SIGUSR1 or SIGHUP, the run finishes
     the current step, writes a checkpoint and exits with code 85.
     """
-    _check_options(resume, steps, schedule_from, compute_only=compute_only, smoke=smoke)
+    _check_options(resume, steps, compute_only=compute_only, smoke=smoke)
     watch = watch or SignalWatch()
     job = RankProcess(
         log_ranks=log_ranks,
@@ -112,7 +105,6 @@ def train(
         steps=steps,
         compute_only=compute_only,
         resume=resume is not None,
-        schedule_from=schedule_from is not None,
     )
     stopped = False
     with job_ends_on_error(job.rank, job.abort, job.failed):
@@ -124,7 +116,7 @@ def train(
 
             run_compute_only(session, steps or COMPUTE_ONLY_STEPS, style)
         else:
-            session = job.session(partial(load_config, file, overrides), trains=True, resume=resume, repeated=schedule_from)
+            session = job.session(partial(load_config, file, overrides), trains=True, resume=resume)
             from hpctrain.run.training import run_training
 
             end = run_training(
@@ -132,7 +124,6 @@ def train(
                 watch,
                 resume=resume,
                 steps=steps,
-                schedule_from=schedule_from,
                 style=style,
                 ownership=job.ownership,
                 trial=smoke,
@@ -152,7 +143,7 @@ def train(
         job.leave(STOPPED)
 
 
-def _check_options(resume: str | None, steps: int, schedule_from: str | None, *, compute_only: bool, smoke: bool) -> None:
+def _check_options(resume: str | None, steps: int, *, compute_only: bool, smoke: bool) -> None:
     """Raise if options contradict each other.
 
     Raises:
@@ -160,9 +151,7 @@ def _check_options(resume: str | None, steps: int, schedule_from: str | None, *,
     """
     if compute_only and resume is not None:
         raise click.UsageError("--compute-only does not train and cannot resume a run; leave --resume out.")
-    if compute_only and schedule_from is not None:
-        raise click.UsageError("--compute-only does not average gradients; leave --schedule-from out.")
-    others = {"--resume": resume, "--steps": steps, "--compute-only": compute_only, "--schedule-from": schedule_from}
+    others = {"--resume": resume, "--steps": steps, "--compute-only": compute_only}
     if smoke and any(others.values()):
         option = next(name for name, given in others.items() if given)
         raise click.UsageError(f"--smoke runs a short training from its first step; leave {option} out.")

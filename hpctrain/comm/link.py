@@ -16,17 +16,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from statistics import median
 
 import numpy as np
 
 from hpctrain.comm.base import Communicator, Handle
-from hpctrain.comm.progress import PostingQueue, ProgressEngine
+from hpctrain.comm.progress import ProgressEngine
 
 _SMALL_BYTES, _LARGE_BYTES = 1 << 10, 1 << 20  # size of the whole buffer; the large one takes at least 4 ms at 1 Gb/s
 _REPEATS = 5
-_BURST = 32  # operations in flight at a time
 
 
 @dataclass(frozen=True)
@@ -78,43 +76,6 @@ def fitted(ranks: int, pair_seconds: Callable[[int], float]) -> LinkModel:
     small_seconds, large_seconds = (pair_seconds(elements) / 2 for elements in (small, large))
     beta = max(0.0, large_seconds - small_seconds) / ((ranks - 1) * 4 * (large - small))
     return LinkModel(max(0.0, small_seconds / (ranks - 1) - 4 * small * beta), beta)
-
-
-def measure_operation_seconds(comm: Communicator, progress: ProgressEngine) -> float:
-    """Measure the processor time of an operation on rank 0 by concurrent small allgathers, and return it on all ranks.
-
-    Concurrent operations hide each other's latency. The remaining time is that of posting and testing, as in an averager's queue.
-    The measurement takes some milliseconds. With one rank, the time is 0. Collective; at set-up only.
-    """
-    if comm.size == 1:
-        return 0.0
-    seconds = [(_burst_seconds(comm, progress, _BURST), _burst_seconds(comm, progress, 1)) for _ in range(1 + _REPEATS)]
-    many, one = (median(column) for column in zip(*seconds[1:], strict=True))
-    measured: float = comm.broadcast_object(max(0.0, many - one) / (_BURST - 1))
-    return measured
-
-
-class _Burst:
-    """Handle of several small operations on a separate queue, complete once all of them are."""
-
-    def __init__(self, comm: Communicator, count: int) -> None:
-        self._queue = PostingQueue(f"{comm.name} measurement")
-        counts = [1] * comm.size
-        for _ in range(count):
-            self._queue.post(partial(comm.iallgather, None, np.zeros(comm.size, np.float32), counts), "measurement of the link")
-
-    def test(self) -> bool:
-        self._queue.collect()
-        self._queue.start_heads()
-        return self._queue.idle
-
-
-def _burst_seconds(comm: Communicator, progress: ProgressEngine, count: int) -> float:
-    """Return the seconds in which `count` small operations complete if they are posted together."""
-    progress.wait_handle(comm.ibarrier(), "measurement of the link")
-    begin = progress.now()
-    progress.wait_handle(_Burst(comm, count), "measurement of the link")
-    return progress.now() - begin
 
 
 def _pair_seconds(comm: Communicator, progress: ProgressEngine, elements: int) -> float:

@@ -6,6 +6,8 @@ Faults of the schema become sentences (`core.answers`), with the key of another 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import reduce
+from operator import getitem
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -259,6 +261,7 @@ _REMOVED: Mapping[KeyPath, tuple[Any, str]] = {
         {"action": "stop", "least": 1},
         "leave it out, and start the training by `hpctrain run`, which restarts it from its checkpoint without the lost node",
     ),
+    ("averager", "sizes"): ("rule", "leave it out, because sizes for a measured link made no network faster"),
 }
 
 
@@ -274,7 +277,9 @@ def _drop_removed(data: Any, source: Source, *, stored: bool) -> None:
         section = data
         for key in path[:-1]:
             section = section.get(key) if isinstance(section, dict) else None
-        if isinstance(section, dict) and section.pop(path[-1], default) != default and not stored:
+        if not isinstance(section, dict) or ":" in str(section.get("name")):  # a user's own class may have such an option
+            continue
+        if section.pop(path[-1], default) != default and not stored:
             raise source.error(path, _removed(path))
 
 
@@ -298,19 +303,13 @@ def _replaced_hint(path: KeyPath, data: Any, source: Source) -> str:
     if not source.places.get(section, "").startswith("override"):
         return ""
     name = next((name for known, name in names_in(data) if known == section), None)
-    values = _at(data, section)
+    values = reduce(getitem, section, data)
+    values = values if isinstance(values, Mapping) else {}
     if name is None or path[-1] in values:
         return ""
     key = str(path[-1])
     whole = flow({"name": name, **values, key: key.upper()})
     return f' The override replaces all of {dotted(section)}; write "{dotted(section)}={whole}" with a value of {key} for {name}.'
-
-
-def _at(data: Any, path: KeyPath) -> Mapping[str, Any]:
-    """Return the mapping at a path of plain data; empty if there is no mapping."""
-    for key in path:
-        data = data[key]
-    return data if isinstance(data, Mapping) else {}
 
 
 def _override(data: Any, places: dict[KeyPath, str], override: str, following: str) -> Any:

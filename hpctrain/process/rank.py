@@ -114,9 +114,7 @@ class RankProcess:
         if fault is not None:
             raise LaunchError(fault)
 
-    def session(
-        self, read: ReadConfig, *, trains: bool = False, resume: str | None = None, repeated: str | None = None
-    ) -> Session:
+    def session(self, read: ReadConfig, *, trains: bool = False, resume: str | None = None) -> Session:
         """Read the configuration, start MPI, and return a session. All ranks raise the same error if there is one. Collective.
 
         MPI starts even if this rank cannot read the configuration: if it left alone, the other ranks would wait for it.
@@ -124,7 +122,7 @@ class RankProcess:
         Args:
             read: see `ReadConfig`.
             trains: whether to load the modules of a training.
-            resume, repeated: earlier runs of `--resume` and `--schedule-from`, whose automatic choices are reused.
+            resume: earlier run of `--resume`, whose automatic choices are reused.
         """
         prepared = self._prepared(read)  # steps 7 and 8
         config = None if isinstance(prepared, HpctrainError) else prepared[0]
@@ -140,7 +138,7 @@ class RankProcess:
             # MPI must end before its shared-memory segments are forgotten: a rank that is killed during the end leaves some.
             self.exits.callback(self.end_mpi)
         self.watch(world, deadline_seconds)
-        return self._agreed(world, prepared, resume, repeated, revision, device_messages)
+        return self._agreed(world, prepared, resume, revision, device_messages)
 
     def _prepared(self, read: ReadConfig) -> tuple[Config, ThreadPlan] | HpctrainError:
         """Read the configuration and set the threads. An error is returned: all ranks raise it once MPI has started."""
@@ -233,7 +231,6 @@ class RankProcess:
         world: Communicator,
         prepared: tuple[Config, ThreadPlan] | HpctrainError,
         resume: str | None,
-        repeated: str | None,
         revision: Mapping[str, object],
         device_messages: str | None,
     ) -> Session:
@@ -253,7 +250,7 @@ class RankProcess:
 
             trial = smoke_trial(config, started)
             config, notes = trial.config, trial.notes
-        resolved = resolve(config, started, resume, repeated)
+        resolved = resolve(config, started, resume)
         resolved = replace(resolved, lines=(*notes, *resolved.lines))
         return Session.start(resolved, self.launcher, threads, world, revision, self.flight, device_messages)
 

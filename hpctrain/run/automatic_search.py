@@ -7,7 +7,6 @@ so a training without `auto` does not import it.
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -20,7 +19,6 @@ from hpctrain.backend.choice import Backend, make_backend
 from hpctrain.comm.base import Communicator, Subject, compare, raise_on_all_ranks
 from hpctrain.config.schema import SYNTHETIC, Config
 from hpctrain.core.errors import ConfigError, DataError
-from hpctrain.core.files import read_text
 from hpctrain.core.registry import check_counts, check_types
 from hpctrain.core.text import shortened
 from hpctrain.job.automatic_choice import (
@@ -48,8 +46,6 @@ from hpctrain.planner.search.search import SearchChoice, search
 from hpctrain.planner.search.search_space import SearchSpace, configured_space, kept_sections, open_grid
 from hpctrain.run.images import open_alike
 from hpctrain.run.resume import find_checkpoint
-from hpctrain.runs.directory import RunDirectory
-from hpctrain.storage import checkpoint
 from hpctrain.storage.checkpoint import CheckpointContent
 
 _log = logging.getLogger(__name__)
@@ -201,12 +197,12 @@ def named(choice: Choice) -> tuple[str, dict[str, Any]]:
     return options.pop("name"), options
 
 
-def choose(config: Config, started: StartedJob, resume: str | None, repeated: str | None) -> Resolved:
+def choose(config: Config, started: StartedJob, resume: str | None) -> Resolved:
     """Resolve a configuration that leaves sections open; see `build.resolve`. Collective over the world."""
     world, place = started.world, started.place()
     backend = raise_on_all_ranks(world, lambda: make_backend(config.backend, config.dtype, config.precision, place))
     source = None if resume is None else find_checkpoint(world, config.output, config.name, resume)
-    kept, lines = started.on_root(lambda: _stored(config, world.size, source, repeated, backend))
+    kept, lines = started.on_root(lambda: _stored(config, world.size, source, backend))
     if kept is not None:
         return Resolved(kept.applied(config), kept, None, lines, backend)
     _check_same_images(config, world)
@@ -234,13 +230,13 @@ def _check_same_images(config: Config, world: Communicator) -> None:
 
 
 def _stored(
-    config: Config, ranks: int, source: tuple[Path, CheckpointContent] | None, repeated: str | None, backend: Backend
+    config: Config, ranks: int, source: tuple[Path, CheckpointContent] | None, backend: Backend
 ) -> tuple[AutomaticChoice | None, tuple[str, ...]]:
     """Return (choice of an earlier run, lines for the log).
 
     The choice is None if there is none or if it does not apply; in the latter case a line has the reason.
     """
-    stored = _of_checkpoint(source) or _of_run(repeated)
+    stored = _of_checkpoint(source)
     if stored is None:
         return None, ()
     choice, place = stored
@@ -259,17 +255,6 @@ def _of_checkpoint(source: tuple[Path, CheckpointContent] | None) -> tuple[Autom
         return None
     place, meta = str(source[0]), source[1].meta[CHOICE_META]
     return AutomaticChoice.from_meta(meta, place), place
-
-
-def _of_run(repeated: str | None) -> tuple[AutomaticChoice, str] | None:
-    """Return the choice of the run whose averaging is repeated, and its path; None if there is none."""
-    if repeated is None:
-        return None
-    if Path(repeated).is_file() or checkpoint.is_sharded(Path(repeated)):
-        meta = checkpoint.open_checkpoint(Path(repeated)).meta.get(CHOICE_META)
-        return None if meta is None else (AutomaticChoice.from_meta(meta, repeated), repeated)
-    path = RunDirectory.open(Path(repeated)).choice_path
-    return (AutomaticChoice.from_meta(json.loads(read_text(path)), str(path)), str(path)) if path.exists() else None
 
 
 def _choice(config: Config, ranks: int, task: PlannedRun, outcome: BestCandidate) -> AutomaticChoice:

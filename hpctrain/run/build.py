@@ -61,12 +61,11 @@ from hpctrain.training.trainer import Cadence, Trainer
 from hpctrain.training.weight_watch import CheckCadence
 
 
-def resolve(config: Config, started: StartedJob, resume: str | None = None, repeated: str | None = None) -> Resolved:
+def resolve(config: Config, started: StartedJob, resume: str | None = None) -> Resolved:
     """Choose the sections that the configuration leaves open, from an earlier run or by a search. Collective over the world.
 
     Args:
         resume: run directory, checkpoint or keyword, see `find_start`; None: start a new run.
-        repeated: run directory or checkpoint whose averaging is repeated; None: no repetition.
 
     Raises:
         ConfigError: the machine file is invalid, or no plan fits the job.
@@ -76,7 +75,7 @@ def resolve(config: Config, started: StartedJob, resume: str | None = None, repe
         return Resolved(config)
     from hpctrain.run.automatic_search import choose  # loaded earlier, by `load`
 
-    return choose(config, started, resume, repeated)
+    return choose(config, started, resume)
 
 
 def load_search(config: Config) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,7 +26,6 @@ from hpctrain.nn.network import ALL
 from hpctrain.run.build import TrainingSetup
 from hpctrain.run.resume import Start
 from hpctrain.runs.directory import RunDirectory
-from hpctrain.storage import checkpoint
 from hpctrain.storage.checkpoint import CheckpointContent
 
 _META = "schedules"
@@ -35,20 +33,14 @@ _META = "schedules"
 _LEAST_JOIN_SECONDS = 60.0
 
 
-def agree_schedules(
-    session: Session, setup: TrainingSetup, start: CheckpointContent | None = None, schedule_from: str | None = None
-) -> None:
+def agree_schedules(session: Session, setup: TrainingSetup, start: CheckpointContent | None = None) -> None:
     """Make the averagers agree on their schedules, using the checkpoint's schedules that fit. Collective.
 
-    Args:
-        schedule_from: run directory or checkpoint whose schedules are used if `start` has none that fit.
-
     Raises:
-        CheckpointError: a schedule cannot be read, or `schedule_from` has none.
-        ConfigError: no schedule in `schedule_from` fits.
+        CheckpointError: a schedule cannot be read.
         CollectiveMismatchError: schedules differ between ranks.
     """
-    stored = raise_on_all_ranks(session.world, lambda: _stored(session, setup.replica.strategies, start, schedule_from))
+    stored = raise_on_all_ranks(session.world, lambda: _stored(session, setup.replica.strategies, start))
     with _guarded(session, setup):
         setup.replica.agree(stored, setup.transport)
 
@@ -62,54 +54,12 @@ def _guarded(session: Session, setup: TrainingSetup) -> AbstractContextManager[N
 
 
 def _stored(
-    session: Session, strategies: Mapping[str, Strategy], start: CheckpointContent | None, schedule_from: str | None
+    session: Session, strategies: Mapping[str, Strategy], start: CheckpointContent | None
 ) -> dict[str, CollectiveSchedule]:
     """Return the stored schedules that fit, by parameter group. Groups without one are left out."""
     kept = {} if start is None else _of_checkpoint(start)
     keys = {group: _key(group, session.grid.row) for group in strategies}
-    stored = {group: kept[key] for group, key in keys.items() if key in kept and strategies[group].accepts(kept[key])}
-    if schedule_from is None or len(stored) == len(keys):
-        return stored
-    others = schedules_of_run(schedule_from)
-    for group, strategy in strategies.items():
-        if group not in stored:
-            stored[group] = fitting_schedule(schedule_from, keys[group], others, strategy)
-    return stored
-
-
-def fitting_schedule(
-    source: str, key: str, schedules: Mapping[str, CollectiveSchedule], strategy: Strategy
-) -> CollectiveSchedule:
-    """Return the schedule stored under `key`.
-
-    Raises:
-        ConfigError: there is no such schedule, or it does not fit the strategy.
-    """
-    if strategy.request() is None:
-        raise ConfigError("The averager has no schedule, so its runs repeat without one; leave --schedule-from out.")
-    if key not in schedules:
-        raise ConfigError(
-            f"{source} has schedules for {', '.join(sorted(schedules))}, but this run needs one for {key}; "
-            f"use the grid and the plan of that run, or leave --schedule-from out."
-        )
-    stored = schedules[key]
-    if stored.ranks != strategy.group.ranks:
-        raise ConfigError(
-            f"The schedule of {key} in {source} is for {stored.ranks} ranks, but this run has {strategy.group.ranks}; "
-            f"start {stored.ranks} ranks on the same grid, or leave --schedule-from out."
-        )
-    if stored.request != strategy.request():
-        raise ConfigError(
-            f"The schedule of {key} in {source} was made for {stored.request!r}, but this run needs {strategy.request()!r}; "
-            f"use the same averager, options and model, or leave --schedule-from out."
-        )
-    if not strategy.accepts(stored):
-        norms = "no norms" if strategy.group.needs_norms else "norms"
-        raise ConfigError(
-            f"The schedule of {key} in {source} was made for an optimizer that needs {norms} (lars and clip_norm need norms); "
-            f"use the same optimizer, or leave --schedule-from out."
-        )
-    return stored
+    return {group: kept[key] for group, key in keys.items() if key in kept and strategies[group].accepts(kept[key])}
 
 
 def keep_schedules(session: Session, setup: TrainingSetup, directory: RunDirectory) -> dict[str, object]:
@@ -142,24 +92,6 @@ def _key(group: str, split_rank: int) -> str:
 def _of_checkpoint(content: CheckpointContent) -> dict[str, CollectiveSchedule]:
     texts: Mapping[str, str] = content.meta.get(_META, {})  # type: ignore[assignment]
     return {key: CollectiveSchedule.from_json(text) for key, text in texts.items()}
-
-
-def schedules_of_run(source: str) -> dict[str, CollectiveSchedule]:
-    """Return the schedules in a run directory or a checkpoint.
-
-    Raises:
-        CheckpointError: `source` is neither, or has no schedule.
-    """
-    path = Path(source)
-    if path.is_file() or checkpoint.is_sharded(path):
-        schedules = _of_checkpoint(checkpoint.open_checkpoint(path))
-    else:
-        schedules = {key: CollectiveSchedule.from_json(text) for key, text in RunDirectory.open(path).schedules().items()}
-    if not schedules:
-        raise CheckpointError(
-            f"{source} has no schedule, since its averager has none or it ended before its first step; leave --schedule-from out."
-        )
-    return schedules
 
 
 #: key of the record in a checkpoint's metadata

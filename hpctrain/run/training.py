@@ -168,7 +168,6 @@ def run_training(
     *,
     resume: str | None,
     steps: int = 0,
-    schedule_from: str | None = None,
     style: ProgressStyle | None = None,
     ownership: RunOwnership | None = None,
     end_after: EpochCallback | None = None,
@@ -183,7 +182,6 @@ def run_training(
     Args:
         resume: source of the checkpoint, see `find_start`; None: start a new run.
         steps: number of steps to train; 0: no limit.
-        schedule_from: run or checkpoint whose averaging is repeated (see `agree_schedules`); None: no repetition.
         style: display of the progress, see `ConsoleReporter`; "none" prints only warnings and errors.
         ownership: ownership with which this job takes the run. None: this call creates one.
         end_after: callback of the program, called after each epoch on all ranks; None: there is none.
@@ -195,7 +193,7 @@ def run_training(
     """
     ownership = RunOwnership() if ownership is None else ownership
     with ownership.held():
-        request = _Request(resume, steps, schedule_from, style, end_after, in_program, trial)
+        request = _Request(resume, steps, style, end_after, in_program, trial)
         return _run_phases(session, watch, ownership, request)
 
 
@@ -205,7 +203,6 @@ class _Request:
 
     resume: str | None
     steps: int
-    schedule_from: str | None
     style: ProgressStyle | None
     end_after: EpochCallback | None = None
     in_program: bool = False
@@ -271,7 +268,7 @@ def _run_phases(session: Session, watch: SignalWatch, ownership: RunOwnership, a
         setup = replace(setup, notes=(*setup.notes, *start_from_weights(session, setup)))
     enter(session, RunPhase.AGREE)
     reproducibility.agree_record(session, setup, start)
-    reproducibility.agree_schedules(session, setup, None if start is None else start.content, asked.schedule_from)
+    reproducibility.agree_schedules(session, setup, None if start is None else start.content)
     if start is not None:
         enter(session, RunPhase.LOAD)
         raise_on_all_ranks(session.world, partial(setup.replica.load, start.content))

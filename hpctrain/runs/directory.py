@@ -249,12 +249,6 @@ class RunDirectory:
         """Return the path of the schedule of a parameter group's averager."""
         return self.path / f"schedule-{group}.json"
 
-    def schedules(self) -> dict[str, str]:
-        """Return the stored schedules (JSON text) by parameter group."""
-        pattern = self.schedule_path("*").name
-        begin, end = pattern.split("*")
-        return {path.name[len(begin) : -len(end)]: read_text(path) for path in sorted(self.path.glob(pattern))}
-
     def config(self) -> str:
         """Return the text of the resolved configuration."""
         return read_text(self.path / "config.yaml", TEXT_BYTES)

@@ -35,7 +35,6 @@ from hpctrain.backend.specs import Spec, TensorSpec
 from hpctrain.comm.base import Communicator, Complete
 from hpctrain.comm.link import LinkModel
 from hpctrain.comm.progress import LocalEvent, ProgressEngine
-from hpctrain.core.errors import OptionError
 from hpctrain.nn.parameter import FlatGroup, ParameterSpec
 from hpctrain.optim.ema import EMA, EmaRule
 from hpctrain.optim.optimizers import Adamw, Lars, Sgd
@@ -262,12 +261,10 @@ def _layers() -> FlatGroup:
     return group
 
 
-def _averager_of_layers(
-    strategy: str, comm: ThreadCommunicator, sizes: str = "measured", stored: CollectiveSchedule | None = None
-) -> GradientAverager:
+def _averager_of_layers(strategy: str, comm: ThreadCommunicator, stored: CollectiveSchedule | None = None) -> GradientAverager:
     kind, options = STORED_STRATEGIES[strategy]
     optimizer = Lars(weight_decay=1e-2, trust_coefficient=0.1, clip_norm=0.5)
-    return averaged(kind, _layers(), optimizer, comm, virtual_engine(comm), stored=stored, sizes=sizes, **options)
+    return averaged(kind, _layers(), optimizer, comm, virtual_engine(comm), stored=stored, **options)
 
 
 def _run(averager: GradientAverager, steps: range) -> None:
@@ -289,9 +286,9 @@ def _measure(monkeypatch: pytest.MonkeyPatch, link: LinkModel) -> None:
     monkeypatch.setattr(averagers, "calibrate", lambda comm, progress: link)
 
 
-def _first(strategy: str, ranks: int, steps: range, sizes: str = "measured") -> list[StoredRun]:
+def _first(strategy: str, ranks: int, steps: range) -> list[StoredRun]:
     def program(comm: ThreadCommunicator) -> StoredRun:
-        averager = _averager_of_layers(strategy, comm, sizes)
+        averager = _averager_of_layers(strategy, comm)
         _run(averager, steps)
         state = [averager.full_state(parameter) for parameter in averager.group.parameters.values()]
         assert averager.schedule is not None
@@ -319,6 +316,7 @@ def _second(strategy: str, ranks: int, steps: range, first: StoredRun, stored: b
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("strategy", STORED_STRATEGIES)
 def test_resume_is_bitwise_whatever_is_measured(monkeypatch: pytest.MonkeyPatch, strategy: str, ranks: int, stop: int) -> None:
+    monkeypatch.setattr(slicing, "RULE_LINK", FAST)  # several slices of these few parameters
     _measure(monkeypatch, FAST)
     through = _first(strategy, ranks, range(12))
     first = _first(strategy, ranks, range(stop))[0]
@@ -367,7 +365,7 @@ def test_what_is_measured_changes_no_bit_by_default(monkeypatch: pytest.MonkeyPa
     for seed, link in enumerate((FAST, SLOW, LinkModel(1e-7, 1e-6), LinkModel(0.0, 0.0))):
         _measure(monkeypatch, link)
         _measure_times(monkeypatch, 10 * seed)
-        ended.append(_first(strategy, 3, range(9), "rule")[0])
+        ended.append(_first(strategy, 3, range(9))[0])
     schedules = [CollectiveSchedule.from_json(each[2]) for each in ended]
     assert len(schedules[0].slices) > 2 or strategy == "priority"
     for (data, state, *_), schedule in zip(ended, schedules, strict=True):
@@ -380,21 +378,13 @@ def test_what_is_measured_changes_no_bit_by_default(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("strategy", STORED_STRATEGIES)
-def test_a_schedule_of_an_earlier_version_fits_the_default(strategy: str) -> None:
-    """The words that it was stored under know nothing of how sizes were found."""
-
+def test_a_schedule_with_measured_sizes_of_an_earlier_version_is_used_again(strategy: str) -> None:
     kind, options = STORED_STRATEGIES[strategy]
-    by_rule, measured = (planned(kind, _layers(), sizes=sizes, **options).request() or "" for sizes in ("rule", "measured"))
-    assert "sizes" not in by_rule
-    assert measured.replace(", sizes measured", "") == by_rule
-    assert measured != by_rule
-
-
-def test_sizes_are_given_or_measured() -> None:
-    bucket, cut = "bucket_bytes", "slice_parameters"
-    for kind, option in ((Bucketed, bucket), (Sharded, bucket), (Lazy, bucket), (Priority, cut)):
-        with pytest.raises(OptionError, match=f"sizes is measured, but {option} is 7"):
-            kind.Options(sizes="measured", **{option: 7})  # type: ignore[operator]
+    made = planned(kind, _layers(), **options)
+    schedule = made.plan(FAST)
+    assert schedule is not None
+    earlier = replace(schedule, request=schedule.request.replace(";", ", sizes measured;", 1))
+    assert made.accepts(CollectiveSchedule.from_json(earlier.to_json()))
 
 
 def test_an_operation_and_all_after_it_start_once_the_event_has_happened() -> None:

@@ -324,12 +324,9 @@ def test_each_element_is_summed_once_and_late_layers_go_first(kind: str) -> None
 def test_sizes_by_rule_follow_from_no_link(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(slicing, "_LEAST_BUCKET_BYTES", 64)
     slow, fast = LinkModel(1e-3, 1e-8), LinkModel(1e-9, 1e-8)
-    by_rule, measured = planned(Bucketed, make_group(), 2), planned(Bucketed, make_group(), 2, sizes="measured")
-    assert by_rule.plan(slow) == by_rule.plan(fast) == by_rule.plan(None)
-    assert len(measured.plan(slow).slices) < len(measured.plan(fast).slices)  # type: ignore[union-attr]
-    assert not by_rule.needs_link(None)
-    assert measured.needs_link(None)
-    assert not measured.needs_link(measured.plan(slow))
+    strategy = planned(Bucketed, make_group(), 2)
+    assert strategy.plan(slow) == strategy.plan(fast) == strategy.plan(None)
+    assert not strategy.needs_link(None)
 
 
 LINK = LinkModel(1e-6, 1e-8)

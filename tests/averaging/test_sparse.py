@@ -16,8 +16,6 @@ from hpctrain.averaging.collective_schedule import CollectiveSchedule, Operation
 from hpctrain.averaging.slicing import Compression
 from hpctrain.averaging.strategies.sharded import Sharded
 from hpctrain.averaging.strategies.sparse import (
-    SELECTION_SECONDS,
-    PartOnLink,
     Sparse,
     SparsePart,
     SparseSettings,
@@ -420,13 +418,12 @@ SLOW = LinkModel(100e-6, 1 / 25e6)
 @pytest.mark.parametrize("item_bytes", [4, 8])
 def test_the_crossover_by_bytes_alone_is_the_papers_rule(nodes: int, item_bytes: int) -> None:
     """rho < 2 b_v / (m (b_v + b_i)): below 1 / m for float32."""
-    part, link = PartOnLink(D, nodes, item_bytes), LinkModel(0.0, 1e-9)
+    pays = partial(sparse_pays, D, nodes, item_bytes, LinkModel(0.0, 1e-9))
     expected = 2 * item_bytes / (nodes * (item_bytes + 4))
-    assert sparse_pays(part, link, int(D * expected * 0.999))
-    assert not sparse_pays(part, link, math.ceil(D * expected * 1.001))
+    assert pays(int(D * expected * 0.999))
+    assert not pays(math.ceil(D * expected * 1.001))
 
 
 def test_ends_of_the_range() -> None:
-    part = PartOnLink(D, 4, 4, SELECTION_SECONDS)
-    assert not sparse_pays(PartOnLink(D, 1, 4), SLOW, 1)  # one node: nothing crosses
-    assert sparse_pays(part, SLOW, D // 100)
+    assert not sparse_pays(D, 1, 4, SLOW, 1)  # one node: nothing crosses
+    assert sparse_pays(D, 4, 4, SLOW, D // 100)

@@ -111,7 +111,6 @@ def test_the_commands_use_them() -> None:
 #: texts that may be a path
 _PATHS = {
     ("train", "resume"),
-    ("train", "schedule_from"),
     ("eval", "checkpoint"),
     ("eval", "confusion"),
     ("predict", "checkpoint"),
@@ -147,7 +146,7 @@ def test_a_time_is_finite(text: str) -> None:
 #: parameters that name what is read, or a directory in which files are made
 READ = frozenset(
     {"checkpoint", "directory", "file", "hostfile", "images", "labels", "machine", "names_file", "path", "places"}
-) | {*("resume", "run", "runs", "schedule_from", "source", "stage")}
+) | {*("resume", "run", "runs", "source", "stage")}
 
 MADE_INSIDE = {
     ("config copy", "directory"),

@@ -141,7 +141,7 @@ def test_steps_end_in_words_and_a_short_run_records_its_first_step_and_its_last(
 
 @pytest.fixture
 def on_a_link(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Outcome]:
-    """Trains on a link that measures as slow or as fast as said: slices are of other sizes then."""
+    """Trains on a link that measures as slow or as fast as said."""
 
     def train(alpha: float, *more: str, ranks: int = 3, code: int = 0) -> Outcome:
         monkeypatch.setattr(averagers, "calibrate", lambda comm, progress: LinkModel(alpha, 1e-8))
@@ -151,22 +151,13 @@ def on_a_link(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Ou
     return train
 
 
-def _slices(run: RunDirectory) -> Any:
-    return json.loads(run.schedule_path("all").read_text())["slices"]
-
-
 def test_resume_is_bitwise_whatever_the_link_measures_then(folder: Path, on_a_link: Callable[..., Outcome]) -> None:
-    sizes = "averager.sizes=measured"
-    on_a_link(1e-6, sizes, "output=whole")
-    on_a_link(1e-6, sizes, "--steps", "7")
+    on_a_link(1e-6, "output=whole")
+    on_a_link(1e-6, "--steps", "7")
     before = newest_run(folder).schedule_path("all").read_text()
-    on_a_link(1e-2, sizes, "--resume", "auto")
+    on_a_link(1e-2, "--resume", "auto")
     assert_same(newest_checkpoint(folder), newest_checkpoint(folder, "whole"))
     assert newest_run(folder).schedule_path("all").read_text() == before
-    on_a_link(1e-2, sizes, "--steps", "7", "output=other")
-    assert len(_slices(newest_run(folder))) > len(_slices(newest_run(folder, "other")))
-    on_a_link(1e-2, sizes, "--schedule-from", str(newest_run(folder, "whole").path), "output=again")
-    assert_same(newest_checkpoint(folder, "again"), newest_checkpoint(folder, "whole"))
 
 
 def _killed(monkeypatch: pytest.MonkeyPatch, kind: str, step: int, train: Callable[[], object]) -> None:

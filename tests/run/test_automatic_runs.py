@@ -94,9 +94,9 @@ def _config(folder: Path, *overrides: str) -> Config:
     return load(folder / "tiny.yaml", overrides)[0]
 
 
-def _resolved(folder: Path, ranks: int, *overrides: str, **earlier: str) -> list[Resolved]:
+def _resolved(folder: Path, ranks: int, *overrides: str, resume: str | None = None) -> list[Resolved]:
     config = _config(folder, *overrides)
-    return run_virtual(ranks, lambda comm: build.resolve(config, StartedJob(comm, 1, 60.0), **earlier))
+    return run_virtual(ranks, lambda comm: build.resolve(config, StartedJob(comm, 1, 60.0), resume))
 
 
 def _run(folder: Path, resolved: Resolved, *, keep: bool = True) -> RunDirectory:
@@ -220,14 +220,6 @@ def test_what_another_resume_leaves_open_is_decided_again(folder: Path, search: 
 
 def test_a_run_without_checkpoints_has_no_choice_to_keep(folder: Path, search: _Search) -> None:
     assert (len(_resolved(folder, 2, resume="auto")[0].lines), len(search.spaces)) == (1, 1)
-
-
-@pytest.mark.parametrize("from_file", [True, False])
-def test_a_run_whose_averaging_is_repeated_lends_its_choice(folder: Path, search: _Search, from_file: bool) -> None:
-    first = _resolved(folder, 2)[0]
-    directory = _run(folder, first)
-    source = checkpoint.checkpoint_path(directory.checkpoints, 3) if from_file else directory.path
-    assert (_resolved(folder, 2, repeated=str(source))[0].choice, len(search.spaces)) == (first.choice, 1)
 
 
 @pytest.mark.parametrize(

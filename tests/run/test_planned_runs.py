@@ -1,7 +1,6 @@
 """Planned runs: schedules without ranks, jobs and candidates of planners, costs and memory."""
 
 import json
-import re
 import shlex
 import sys
 from collections.abc import Callable
@@ -9,7 +8,6 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 import pytest
 from click.testing import CliRunner
 from hypothesis import Phase, given, settings
@@ -20,21 +18,17 @@ from hpctrain.averaging import averagers
 from hpctrain.averaging.averagers import make_strategy
 from hpctrain.averaging.base import PlannedGroup, Strategy
 from hpctrain.averaging.collective_schedule import CollectiveSchedule
-from hpctrain.averaging.strategies.blocking import Blocking
-from hpctrain.averaging.strategies.bucketed import Bucketed
 from hpctrain.averaging.strategies.priority import Priority
-from hpctrain.averaging.strategies.sharded import Sharded
 from hpctrain.backend.choice import DEVICE_VARIABLE
 from hpctrain.cli.main import cli
 from hpctrain.comm.groups import ProcessGrid
 from hpctrain.comm.link import LinkModel
 from hpctrain.config.load import load, parse
 from hpctrain.config.schema import Config
-from hpctrain.core.errors import CheckpointError, ConfigError, HpctrainError
+from hpctrain.core.errors import ConfigError, HpctrainError
 from hpctrain.core.registry import Registry
 from hpctrain.models import catalogue
-from hpctrain.nn.parameter import GroupLayout, ParameterSpec
-from hpctrain.optim.base import NormsNeeded
+from hpctrain.nn.parameter import GroupLayout
 from hpctrain.optim.optimizers import OPTIMIZERS
 from hpctrain.parallel.groups import GridGroups
 from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
@@ -73,21 +67,18 @@ from hpctrain.planner.search.configured_search import (
 from hpctrain.planner.search.estimates import GridEstimates
 from hpctrain.planner.search.search import UNCERTAIN_SHARE, search
 from hpctrain.planner.search.search_space import SearchSpace, configured_space
-from hpctrain.run.reproducibility import fitting_schedule, schedules_of_run
-from hpctrain.runs.directory import RunDirectory
 from hpctrain.training.replica import Replica
 from hpctrain_testing.virtual.communicator import ThreadCommunicator
 from hpctrain_testing.virtual.run import run_virtual, virtual_engine
 from tests.planner.costs.test_computation_costs import MACHINE
 from tests.support import predictions
-from tests.support.averaging import planned
 from tests.support.emulated import EmulatedDeviceFactory
 from tests.support.sampling import amount
 from tests.support.simulated import machine_of
 
 CONFIG = Path(__file__).parents[2] / "configs" / "imagenet-vgg16.yaml"
 SMALL = ("model={name: vgg11, width: 0.05}", "batch=14", "plan.features.*=domain", "plan.classifier.*=model", "backend=numpy")
-# Sizes of slices follow from the measured link unless they are given.
+
 STRATEGIES = (
     "averager={name: sharded, bucket_bytes: 4096}",
     "averager={name: sharded, bucket_bytes: 4096, fc_exchange: never, window: 2}",
@@ -603,62 +594,6 @@ def test_without_matplotlib_there_is_no_picture(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert plot(tmp_path / "curves.png", points(), "simulated: small") is None
     assert not list(tmp_path.iterdir())
-
-
-def _strategy(kind: type[Strategy], size: int = 5, norms_needed: NormsNeeded = NormsNeeded.NONE, **options: object) -> Strategy:
-    layout = GroupLayout({"a.weight": ParameterSpec((size, 3), lambda random, shape: np.zeros(shape))}, "float32")
-    return planned(kind, layout, norms_needed=norms_needed, **options)
-
-
-def _schedule(strategy: Strategy) -> CollectiveSchedule:
-    schedule = strategy.plan(None)
-    assert schedule is not None
-    return schedule
-
-
-STORED = {"all": _schedule(_strategy(Sharded))}
-
-
-def test_a_schedule_that_fits_is_used() -> None:
-    again = _strategy(Sharded)
-    assert again.accepts(STORED["all"])
-    assert fitting_schedule("runs/a", "all", STORED, again) == STORED["all"]
-
-
-@pytest.mark.parametrize(
-    ("strategy", "words"),
-    [
-        (_strategy(Bucketed), "was made for 'sharded"),
-        (_strategy(Sharded, sizes="measured"), "sizes measured"),
-        (_strategy(Sharded, size=6), "the same averager, options and model"),
-        (_strategy(Sharded, norms_needed=NormsNeeded.GLOBAL), "an optimizer that needs no norms"),
-        (_strategy(Blocking), "The averager has no schedule"),
-    ],
-    ids=["averager", "option", "model", "optimizer", "none"],
-)
-def test_what_does_not_fit_is_refused(strategy: Strategy, words: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(words)) as caught:
-        fitting_schedule("runs/a", "all", STORED, strategy)
-    assert str(caught.value).endswith("leave --schedule-from out.")
-
-
-def test_other_ranks_and_other_groups_are_refused() -> None:
-    on_three = CollectiveSchedule(STORED["all"].request, 3, STORED["all"].slices, STORED["all"].operations)
-    with pytest.raises(ConfigError, match="is for 3 ranks, but this run has 1"):
-        fitting_schedule("runs/a", "all", {"all": on_three}, _strategy(Sharded))
-    with pytest.raises(ConfigError, match="has schedules for all, but this run needs one for model-row1"):
-        fitting_schedule("runs/a", "model-row1", STORED, _strategy(Sharded))
-
-
-def test_schedules_of_a_run_directory(tmp_path: Path) -> None:
-    run = RunDirectory.create(tmp_path, "tiny", config="", versions={}, git={})
-    with pytest.raises(CheckpointError, match="has no schedule"):
-        schedules_of_run(str(run.path))
-    run.write_schedule("all", STORED["all"].to_json())
-    run.write_schedule("model-row1", STORED["all"].to_json())
-    assert schedules_of_run(str(run.path)) == {"all": STORED["all"], "model-row1": STORED["all"]}
-    with pytest.raises(CheckpointError, match="does not exist; give the directory of a run"):
-        schedules_of_run(str(tmp_path / "nothing"))
 
 
 TWO_ROWS = ("model={name: vgg11, width: 0.05}", "batch=14", "backend=numpy", "grid.rows=2", "grid.cols=1")

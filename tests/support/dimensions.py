@@ -67,7 +67,7 @@ _RESIDUAL_MIXED = {"layer2.*": _M, "fc": _M}
 _SGD = {"name": "sgd"}
 
 #: options of averagers that have the same name here
-_OPTIONS = ("sizes", "window", "fc_exchange", "replan", "two_level", "wire", "wire_parameters")
+_OPTIONS = ("window", "fc_exchange", "replan", "two_level", "wire", "wire_parameters")
 
 #: option -> value as it is written -> what it stands for. Options that decide what others may be come first; of each option the
 #: first value is the program's default, or the plainest.
@@ -89,7 +89,6 @@ DIMENSIONS: Mapping[str, Mapping[str, Any]] = {
     "tiles": {"rows": None, "columns": (1, 0), "both": (2, 2)},  # 0: as many as the grid has rows
     "hides": {"yes": True, "no": False},
     "slices": {"default": None, "tiny": (100, 40), "small": (1500, 400)},  # bucket_bytes, slice_parameters
-    "sizes": {"default": None, "measured": "measured"},
     "window": {"default": None, "1": 1, "3": 3},
     "fc_exchange": {"default": None, "always": "always", "never": "never"},
     "replan": {"default": None, "no": False},

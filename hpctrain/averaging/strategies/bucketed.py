@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hpctrain.averaging.allreduce import AllreduceStrategy
-from hpctrain.averaging.base import check_at_least_one, check_sizes, words_of_sizes
+from hpctrain.averaging.base import check_at_least_one
 from hpctrain.averaging.sixteen_bits import check_wire
-from hpctrain.averaging.slicing import Sizes, Slice, fused
+from hpctrain.averaging.slicing import Slice, fused
 from hpctrain.comm.link import LinkModel
 from hpctrain.comm.sums import Wire
 
@@ -17,26 +17,22 @@ class BucketedOptions:
     """Options of `bucketed`.
 
     Args:
-        bucket_bytes: Minimum size of a bucket in bytes; null: chosen by `sizes`.
-        sizes: Rule for sizes that are not set: "rule" uses the same sizes in every run on the same number of ranks, so that runs
-            repeat bit by bit; "measured" follows the link, which is measured at the start.
+        bucket_bytes: Minimum size of a bucket in bytes; null: by rule.
         wire: Number format in which gradients travel: "float32" sends them unchanged; "bfloat16" and "float16" round them to 16
             bits, and sums are still computed in full precision.
         two_level: Whether, on nodes with several ranks each, to sum gradients that travel in 16 bits within a node first, in full
             precision, and to round them only to cross nodes. Sums in float32 are left to MPI's allreduce.
 
     Raises:
-        OptionError: bucket_bytes is below 1, or set although sizes are measured, or wire is unknown.
+        OptionError: bucket_bytes is below 1, or wire is unknown.
     """
 
     bucket_bytes: int | None = None
-    sizes: Sizes = "rule"
     wire: Wire = "float32"
     two_level: bool = True
 
     def __post_init__(self) -> None:
         check_at_least_one(bucket_bytes=self.bucket_bytes)
-        check_sizes(self.sizes, bucket_bytes=self.bucket_bytes)
         check_wire(wire=self.wire)
 
 
@@ -47,7 +43,7 @@ class Bucketed(AllreduceStrategy):
     options: BucketedOptions
 
     def words(self) -> str:
-        return f"bucketed, bucket_bytes {self.options.bucket_bytes}{words_of_sizes(self.options.sizes)}"
+        return f"bucketed, bucket_bytes {self.options.bucket_bytes}"
 
     def slices(self, link: LinkModel | None) -> tuple[Slice, ...]:
         return fused(self.group.layout, self.least_elements(link))

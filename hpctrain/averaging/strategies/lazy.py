@@ -337,7 +337,7 @@ class LazyOptions(ShardedOptions):
         check_every: Number of averagings from one check of the interval to the next.
 
     Raises:
-        OptionError: a value is below 1, or a size is set although sizes are measured.
+        OptionError: a value is below 1.
     """
 
     layers: int = 8

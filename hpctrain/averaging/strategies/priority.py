@@ -12,12 +12,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from hpctrain.averaging import slicing
-from hpctrain.averaging.base import StrategyCosts, check_at_least_one, check_sizes, words_of_sizes
+from hpctrain.averaging.base import StrategyCosts, check_at_least_one
 from hpctrain.averaging.collective_schedule import CollectiveSchedule
 from hpctrain.averaging.link_simulation import SliceTraffic, Times, Urgency, front_first, two_stream_order
 from hpctrain.averaging.reduce_scatter_strategy import ReduceScatterStrategy
 from hpctrain.averaging.sixteen_bits import check_wire
-from hpctrain.averaging.slicing import Sizes, Slice
+from hpctrain.averaging.slicing import Slice
 from hpctrain.averaging.sufficient_factors import FcExchange
 from hpctrain.comm.link import LinkModel
 from hpctrain.comm.sums import Wire
@@ -37,8 +37,6 @@ class PriorityOptions:
     Args:
         slice_parameters: Maximum number of parameters in a slice; smaller neighbours are fused up to half of it. Null uses 50,000
             as in the paper, or more if that many messages would take too much processor time.
-        sizes: Rule for sizes that are not set: "rule" uses the same sizes in every run on the same number of ranks, so that runs
-            repeat bit by bit; "measured" follows the link and the processor time of a message, both measured at the start.
         window: Maximum number of slices in flight, of gradients and of parameters each. Null uses the number that the measured
             link sends between two polls: with a smaller window the link idles, with a larger one urgent slices wait longer.
         fc_exchange: Whether linear layers exchange inputs and errors instead of gradients: "auto" (on CPUs, if that moves less
@@ -52,11 +50,10 @@ class PriorityOptions:
             owner of a part adds its rounding errors back before the next update.
 
     Raises:
-        OptionError: a size or window is below 1, a size is set although sizes are measured, or a wire is unknown.
+        OptionError: a size or window is below 1, or a wire is unknown.
     """
 
     slice_parameters: int | None = None
-    sizes: Sizes = "rule"
     window: int | None = None
     fc_exchange: FcExchange = "auto"
     two_level: bool = True
@@ -66,7 +63,6 @@ class PriorityOptions:
 
     def __post_init__(self) -> None:
         check_at_least_one(slice_parameters=self.slice_parameters, window=self.window)
-        check_sizes(self.sizes, slice_parameters=self.slice_parameters)
         check_wire(wire=self.wire, wire_parameters=self.wire_parameters)
 
 
@@ -86,8 +82,7 @@ class Priority(ReduceScatterStrategy):
 
     def words(self) -> str:
         options = self.options
-        sizes = words_of_sizes(options.sizes)
-        return f"priority, slice_parameters {options.slice_parameters}, replan {options.replan}, window {options.window}{sizes}"
+        return f"priority, slice_parameters {options.slice_parameters}, replan {options.replan}, window {options.window}"
 
     def slice_elements(self, link: LinkModel | None) -> tuple[int, int]:
         most = self.options.slice_parameters
@@ -110,12 +105,8 @@ class Priority(ReduceScatterStrategy):
         return credit_window(self.group.total_bytes // len(slices), self.group.ranks, link, times)
 
     def needs_link(self, usable: CollectiveSchedule | None) -> bool:
-        """Return whether a measured link is needed for sizes, for the order or for the window."""
+        """Return whether a measured link is needed, for the order or for the window."""
         return super().needs_link(usable) or (usable is None and self.options.window is None)
-
-    def needs_operation_seconds(self, usable: CollectiveSchedule | None) -> bool:
-        """Return whether the processor time of an operation must be measured: only if sizes are measured."""
-        return usable is None and self.options.sizes == "measured"
 
 
 def _typical_bytes(total_bytes: int, ranks: int) -> int:

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hpctrain.averaging.base import check_at_least_one, check_sizes, words_of_sizes
+from hpctrain.averaging.base import check_at_least_one
 from hpctrain.averaging.reduce_scatter_strategy import ReduceScatterStrategy
 from hpctrain.averaging.sixteen_bits import check_wire
-from hpctrain.averaging.slicing import Sizes
 from hpctrain.averaging.sufficient_factors import FcExchange
 from hpctrain.comm.sums import Wire
 
@@ -24,9 +23,7 @@ class ShardedOptions:
     Args:
         fc_exchange: Whether linear layers exchange inputs and errors instead of gradients: "auto" (on CPUs, if that moves less
             data), "always" or "never".
-        bucket_bytes: Minimum size of a slice of fused small layers, in bytes; null: chosen by `sizes`.
-        sizes: Rule for sizes that are not set: "rule" uses the same sizes in every run on the same number of ranks, so that runs
-            repeat bit by bit; "measured" follows the link, which is measured at the start.
+        bucket_bytes: Minimum size of a slice of fused small layers, in bytes; null: by rule.
         two_level: Whether, on nodes with several ranks each, to sum within a node first and to gather parameters across nodes
             first.
         replan: Whether to plan the order of the allgathers again after a few steps, from measured times.
@@ -37,12 +34,11 @@ class ShardedOptions:
             owner of a part adds its rounding errors back before the next update.
 
     Raises:
-        OptionError: a size or window is below 1, a size is set although sizes are measured, or a wire is unknown.
+        OptionError: a size or window is below 1, or a wire is unknown.
     """
 
     fc_exchange: FcExchange = "auto"
     bucket_bytes: int | None = None
-    sizes: Sizes = "rule"
     two_level: bool = True
     replan: bool = True
     window: int | None = None
@@ -51,7 +47,6 @@ class ShardedOptions:
 
     def __post_init__(self) -> None:
         check_at_least_one(bucket_bytes=self.bucket_bytes, window=self.window)
-        check_sizes(self.sizes, bucket_bytes=self.bucket_bytes)
         check_wire(wire=self.wire, wire_parameters=self.wire_parameters)
 
 
@@ -68,5 +63,4 @@ class Sharded(ReduceScatterStrategy):
 
     def words(self) -> str:
         options = self.options
-        sizes = words_of_sizes(options.sizes)
-        return f"sharded, bucket_bytes {options.bucket_bytes}, replan {options.replan}, window {options.window}{sizes}"
+        return f"sharded, bucket_bytes {options.bucket_bytes}, replan {options.replan}, window {options.window}"

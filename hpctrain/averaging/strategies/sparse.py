@@ -10,11 +10,10 @@ Residuals: Seide et al., Interspeech 2014. Largest elements of a shard: Shi et a
 Han, Mao, Wang and Dally, "Deep gradient compression", ICLR 2018, section 3 (u := m u + g, v := v + u, the largest elements of v
 are sent).
 
-Whether compression pays is predicted from bytes, messages and the time of the selection. Between m nodes, a part of d elements of
-b_v bytes costs 2 (m - 1) (alpha + d b_v beta / m) if all of it is reduced and gathered. It costs (m - 1) (alpha + k (b_v + b_i)
-beta) + c d if only the k largest elements are sent, each with a position of b_i bytes; selection and update cost c seconds per
-element. Without alpha and c, sending the largest elements costs less for k / d < 2 b_v / (m (b_v + b_i)). Traffic within nodes is
-the same in both cases and left out.
+Whether compression pays is predicted from bytes and messages. Between m nodes, a part of d elements of b_v bytes costs 2 (m - 1)
+(alpha + d b_v beta / m) if all of it is reduced and gathered. It costs (m - 1) (alpha + k (b_v + b_i) beta) if only the k largest
+elements are sent, each with a position of b_i bytes. Without alpha, sending the largest elements costs less for k / d < 2 b_v /
+(m (b_v + b_i)). Traffic within nodes is the same in both cases and left out.
 """
 
 from __future__ import annotations
@@ -33,14 +32,12 @@ from hpctrain.averaging.base import (
     PlannedGroup,
     StrategyCosts,
     check_at_least_one,
-    check_sizes,
-    words_of_sizes,
 )
 from hpctrain.averaging.collective_schedule import CollectiveSchedule, Operation, OperationKind, Stream
 from hpctrain.averaging.link_simulation import Times
 from hpctrain.averaging.reduce_scatter import OwnerOperations, ReduceScatterAverager, StepUpdate
 from hpctrain.averaging.reduce_scatter_strategy import ReduceScatterStrategy
-from hpctrain.averaging.slicing import INDEX_BYTES, Compression, Sizes, Slice, cut, fused
+from hpctrain.averaging.slicing import INDEX_BYTES, Compression, Slice, cut, fused
 from hpctrain.averaging.sufficient_factors import FcExchange
 from hpctrain.averaging.top_k import Selection, TopK
 from hpctrain.comm.base import Array, Communicator, Complete, Handle
@@ -50,45 +47,11 @@ from hpctrain.comm.progress import ProgressEngine
 from hpctrain.core.errors import ConfigError, OptionError
 from hpctrain.nn.parameter import Parameter, Segment
 
-#: processor time per float32 element of a part, on one core of a server: 2 ns to add the residual and to select (measured:
-#: docs/performance-slow-links.md), and 1 ns because the element is updated by every node instead of by one of m
-SELECTION_SECONDS = 3e-9
 
-
-@dataclass(frozen=True)
-class PartOnLink:
-    """Part of a slice on the links between nodes.
-
-    Attributes:
-        elements: number d of elements.
-        nodes: number m of nodes.
-        item_bytes: bytes b_v of an element.
-        selection_seconds: time c to select and update, per element; 0: the time is neglected.
-    """
-
-    elements: int
-    nodes: int
-    item_bytes: int
-    selection_seconds: float = 0.0
-
-    @property
-    def pair_bytes(self) -> int:
-        """Bytes of a value and its position."""
-        return self.item_bytes + INDEX_BYTES
-
-    def dense_seconds(self, link: LinkModel) -> float:
-        """Return the seconds of the reduce-scatter and the allgather of all elements."""
-        return 2 * link.allgather_seconds(self.elements * self.item_bytes, self.nodes)
-
-    def sparse_seconds(self, link: LinkModel, kept: int) -> float:
-        """Return the seconds to select `kept` elements and to allgather them."""
-        messages = link.allgather_seconds(self.nodes * kept * self.pair_bytes, self.nodes)
-        return messages + self.elements * self.selection_seconds
-
-
-def sparse_pays(part: PartOnLink, link: LinkModel, kept: int) -> bool:
-    """Return whether sending `kept` elements of a part takes less time than sending the whole part."""
-    return part.nodes > 1 and part.sparse_seconds(link, kept) < part.dense_seconds(link)
+def sparse_pays(elements: int, nodes: int, item_bytes: int, link: LinkModel, kept: int) -> bool:
+    """Return whether sending `kept` of the `elements` of a part between nodes takes less time than sending all of them."""
+    sparse_seconds = link.allgather_seconds(nodes * kept * (item_bytes + INDEX_BYTES), nodes)
+    return nodes > 1 and sparse_seconds < 2 * link.allgather_seconds(elements * item_bytes, nodes)
 
 
 @dataclass(frozen=True)
@@ -465,17 +428,13 @@ class SparseOptions:
         warmup_density: Share in the first step, from which it falls exponentially to `density` in `warmup_steps` steps.
         warmup_steps: Number of steps until `density` is reached; 0 starts with it.
         compress: Large parameters that are compressed: "auto" compresses a parameter if that takes less time than sending it
-            whole, as predicted from bytes and messages (and from the time of the selection if sizes are measured); "always"
-            compresses all of them.
+            whole, as predicted from bytes and messages; "always" compresses all of them.
         least_elements: Minimum number of elements of a compressed parameter; smaller ones, biases and the parameters of batch
             norms are sent whole.
         momentum_correction: Factor, in [0, 1), of a momentum that each node accumulates before it chooses the elements to send;
             requires an optimizer without momentum. 0 leaves the momentum to the optimizer.
         factor_masking: Whether, with momentum correction, to set the momentum of sent elements to zero.
-        bucket_bytes: Minimum size of a slice of fused small layers, in bytes; null: chosen by `sizes`.
-        sizes: Rule for sizes that are not set, and for the slices that are compressed: "rule" makes the same choices in every run
-            on the same number of ranks, so that runs repeat bit by bit; "measured" follows the link, which is measured at the
-            start.
+        bucket_bytes: Minimum size of a slice of fused small layers, in bytes; null: by rule.
         two_level: Whether to sum the gradients of a node's ranks before the elements to send are chosen. If false, or if nodes
             have different numbers of ranks, every rank chooses elements of its own gradients.
         replan: Whether to plan the order of the allgathers again after a few steps, from measured times.
@@ -496,14 +455,12 @@ class SparseOptions:
     momentum_correction: float = 0.0
     factor_masking: bool = True
     bucket_bytes: int | None = None
-    sizes: Sizes = "rule"
     two_level: bool = True
     replan: bool = True
     window: int | None = None
 
     def __post_init__(self) -> None:
         check_at_least_one(least_elements=self.least_elements, bucket_bytes=self.bucket_bytes, window=self.window)
-        check_sizes(self.sizes, bucket_bytes=self.bucket_bytes)
         if not 0.0 < self.density <= 1.0:
             raise OptionError(f"density is {self.density}, but must be above 0 and at most 1; a usual value is 0.01.", "density")
         if self.warmup_steps < 0:
@@ -565,7 +522,6 @@ class Sparse(ReduceScatterStrategy):
         return (
             f"sparse, density {options.density}, compress {options.compress}, least_elements {options.least_elements}, "
             f"bucket_bytes {options.bucket_bytes}, replan {options.replan}, window {options.window}"
-            f"{words_of_sizes(options.sizes)}"
         )
 
     @property
@@ -599,9 +555,8 @@ class Sparse(ReduceScatterStrategy):
         if self.options.compress == "always":
             return True
         elements = -(-size * self.nodes // self.group.ranks)
-        seconds = SELECTION_SECONDS if self.options.sizes == "measured" else 0.0  # the rule's link has no selection time
-        part = PartOnLink(elements, self.nodes, self.group.layout.item_bytes, seconds)
-        return sparse_pays(part, link or slicing.RULE_LINK, Compression(self.nodes, self.options.density).kept(elements))
+        kept = Compression(self.nodes, self.options.density).kept(elements)
+        return sparse_pays(elements, self.nodes, self.group.layout.item_bytes, link or slicing.RULE_LINK, kept)
 
     def operations(self, slices: Sequence[Slice], times: Times, link: LinkModel | None) -> tuple[Operation, ...]:
         """Return the operations of a reduce-scatter strategy with the exchange across nodes.

@@ -287,8 +287,7 @@ def link_model(machine: Machine, placement: GroupPlacement, levels: Levels | Non
         n_bytes = 4 * elements * placement.ranks
         return sum(unhindered_seconds(stages(machine, kind, n_bytes, placement, levels)) for kind in pair)
 
-    link = fitted(placement.ranks, pair_seconds)
-    return replace(link, operation_seconds=(machine.between if placement.nodes > 1 else machine.within).operation_seconds)
+    return fitted(placement.ranks, pair_seconds)
 
 
 _HEAD = 6  # number of values in the step's message without batch statistics and checksums

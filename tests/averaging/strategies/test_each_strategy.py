@@ -42,17 +42,14 @@ BY_RULE = "slice_parameters None, replan True, window None"
     [
         (Bucketed, {}, "bucketed, bucket_bytes None; parameters "),
         (Bucketed, {"bucket_bytes": 4096}, "bucketed, bucket_bytes 4096; parameters "),
-        (Bucketed, {"sizes": "measured"}, "bucketed, bucket_bytes None, sizes measured; parameters "),
         (Priority, {}, f"priority, {BY_RULE}; parameters "),
         (Priority, {"slice_parameters": 8, "window": 2}, "priority, slice_parameters 8, replan True, window 2; parameters "),
-        (Priority, {"sizes": "measured"}, f"priority, {BY_RULE}, sizes measured; parameters "),
         (Sharded, {}, f"sharded, bucket_bytes None, replan True, window None; {PARAMETERS}"),
         (
             Sharded,
             {"bucket_bytes": 700, "replan": False, "window": 3},
             f"sharded, bucket_bytes 700, replan False, window 3; {PARAMETERS}",
         ),
-        (Sharded, {"sizes": "measured"}, f"sharded, bucket_bytes None, replan True, window None, sizes measured; {PARAMETERS}"),
     ],
 )
 def test_words_are_those_of_schedules_that_earlier_versions_stored(
@@ -274,7 +271,6 @@ def _compressed(schedule: CollectiveSchedule) -> set[str]:
         ({"warmup_steps": -1}, "warmup_steps is -1, but must be at least 0"),
         ({"least_elements": 0}, "least_elements is 0"),
         ({"momentum_correction": 1.0}, "momentum_correction is 1.0, but must be in [0, 1)"),
-        ({"sizes": "measured", "bucket_bytes": 9}, "sizes is measured, but bucket_bytes is 9"),
     ],
     ids=str,
 )
@@ -317,14 +313,6 @@ def test_a_density_that_does_not_pay_sends_everything_whole(nodes: tuple[int, ..
     assert _compressed(_schedule(layout, nodes, density=turn * 0.95)) == {"l0.weight"}
     assert _compressed(_schedule(layout, nodes, density=turn * 1.05)) == set()
     assert _compressed(_schedule(layout, nodes, density=1.0, compress="always")) == {"l0.weight"}
-
-
-def test_on_a_measured_link_the_work_of_choosing_counts() -> None:
-    layout, nodes = _layout((3000, 3000)), NODES["4 of 1"]
-    slow, fast = LinkModel(100e-6, 1 / 25e6), LinkModel(1e-6, 1 / 10e9)
-    assert _compressed(_schedule(layout, nodes, slow, sizes="measured")) == {"l0.weight"}
-    assert _compressed(_schedule(layout, nodes, fast, sizes="measured")) == set()
-    assert _compressed(_schedule(layout, nodes, fast)) == {"l0.weight"}  # by rule: the same on any link
 
 
 @pytest.mark.parametrize("norms", NormsNeeded)
