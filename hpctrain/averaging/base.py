@@ -46,8 +46,8 @@ class WireOptions:
     """Options of strategies that send each gradient once, in messages of fixed sizes.
 
     Args:
-        wire: Number format in which gradients travel: "float32" sends them unchanged; "bfloat16" and "float16" round them to 16
-            bits, and sums are still computed in full precision.
+        wire: Number format in which gradients travel: "float32" sends them unchanged; "bfloat16" rounds them to 16 bits,
+            and sums are still computed in full precision.
 
     Raises:
         OptionError: wire is unknown.

@@ -1,8 +1,7 @@
 """Numbers in 16 bits: their codes, the rounding of gradients and parameters in messages, and the bytes that rounding saves.
 
 `Cast16` sends arrays in 16 bits per element, which is half of the bytes of float32 and a quarter of those of float64. Numbers are
-rounded to nearest even by integer arithmetic, because NumPy has no bfloat16 and its rounding to float16 takes twenty times as
-long for subnormal results.
+rounded to nearest even by integer arithmetic, because NumPy has no bfloat16.
 
 `Rounding` defines whether gradients and parameters travel unchanged or rounded. Pure data.
 
@@ -14,16 +13,13 @@ representable in the parameters' dtype.
 
 from __future__ import annotations
 
-import math
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
-from typing import Literal, get_args
+from typing import get_args
 
 import numpy as np
 
-from hpctrain.averaging.slicing import Slice, parts_of
+from hpctrain.averaging.slicing import Slice
 from hpctrain.comm.base import Communicator, Handle
 from hpctrain.comm.order import Finished
 from hpctrain.comm.sums import Caster, Compressor, MessageBuffers, Wire
@@ -33,38 +29,19 @@ from hpctrain.nn.parameter import FlatGroup, Segment
 from hpctrain.optim.base import Norms
 from hpctrain.optim.guarded import WriteGuard
 
-_EXPONENT_BITS = 0x7F800000  # exponent of a float32
-_SMALLEST_NORMAL = 113 << 23  # 2**-14, the smallest normal float16, as a float32
-_UNIT = 13 << 23  # 2**13 as an exponent offset: a float32 with the larger exponent ends at the number's tenth fraction bit
-_LEAST_INFINITE = int(np.float32(65520).view(np.uint32))  # rounds to more than the largest float16
-_FLOAT16_VALUES = np.arange(1 << 16, dtype=np.uint16).view(np.float16).astype(np.float32)  # the value of each float16
 
+class Bfloat16Codes:
+    """Codes of blocks of at most `size` numbers: the upper halves of float32.
 
-class Codes(ABC):
-    """Base of 16-bit codes for blocks of at most `size` numbers."""
+    Magnitudes of at least 2**128 (1 - 2**-9) become infinite.
+    """
 
     def __init__(self, size: int) -> None:
-        self._first = np.empty(size, np.uint32)
-        self._second = np.empty(size, np.uint32)
+        self._rounded, self._mask = np.empty(size, np.uint32), np.empty(size, np.bool_)
 
-    @abstractmethod
     def encode(self, values: np.ndarray, codes: np.ndarray) -> None:
         """Write the codes (uint16) of `values` (float32), rounded to nearest even. Infinities and NaN are preserved."""
-
-    @abstractmethod
-    def decode(self, codes: np.ndarray, values: np.ndarray) -> None:
-        """Write the values (float32) that the codes represent. The conversion is exact."""
-
-
-class Bfloat16Codes(Codes):
-    """Codes for bfloat16, the upper halves of float32. Magnitudes of at least 2**128 (1 - 2**-9) become infinite."""
-
-    def __init__(self, size: int) -> None:
-        super().__init__(size)
-        self._mask = np.empty(size, np.bool_)
-
-    def encode(self, values: np.ndarray, codes: np.ndarray) -> None:
-        bits, rounded, mask = values.view(np.uint32), self._first[: values.size], self._mask[: values.size]
+        bits, rounded, mask = values.view(np.uint32), self._rounded[: values.size], self._mask[: values.size]
         np.right_shift(bits, 16, out=rounded)
         np.bitwise_and(rounded, 1, out=rounded)
         np.add(rounded, 0x7FFF, out=rounded)
@@ -76,46 +53,14 @@ class Bfloat16Codes(Codes):
             codes[mask] = 0x7FFF
 
     def decode(self, codes: np.ndarray, values: np.ndarray) -> None:
+        """Write the values (float32) that the codes represent. The conversion is exact."""
         bits = values.view(np.uint32)
         np.copyto(bits, codes)
         np.left_shift(bits, 16, out=bits)
 
 
-class Float16Codes(Codes):
-    """Codes for IEEE float16. Magnitudes of at least 65520 become infinite.
-
-    A number is rounded by adding a power of two whose unit in the last place is that of the rounded number.
-    """
-
-    def __init__(self, size: int) -> None:
-        super().__init__(size)
-        self._unit = np.empty(size, np.uint32)
-        self._places = np.empty(size, np.intp)  # codes in the dtype that NumPy indexes with
-
-    def encode(self, values: np.ndarray, codes: np.ndarray) -> None:
-        bits, code, exponent = values.view(np.uint32), self._first[: values.size], self._second[: values.size]
-        unit = self._unit[: values.size]
-        np.bitwise_and(bits, 0x7FFFFFFF, out=code)
-        if code.size and code.max() >= _LEAST_INFINITE:
-            np.copyto(codes.view(np.float16), values, casting="same_kind")
-            return
-        np.bitwise_and(code, _EXPONENT_BITS, out=exponent)
-        np.maximum(exponent, _SMALLEST_NORMAL, out=exponent)
-        np.add(exponent, _UNIT, out=unit)
-        np.add(code.view(np.float32), unit.view(np.float32), out=code.view(np.float32))
-        np.subtract(code, unit, out=code)  # the digits, as an integer
-        np.right_shift(exponent, 13, out=exponent)
-        np.add(code, exponent, out=code)
-        np.subtract(code, _SMALLEST_NORMAL >> 13, out=code)
-        np.right_shift(bits, 16, out=exponent)
-        np.bitwise_and(exponent, 0x8000, out=exponent)
-        np.bitwise_or(code, exponent, out=code)
-        np.copyto(codes, code, casting="unsafe")
-
-    def decode(self, codes: np.ndarray, values: np.ndarray) -> None:
-        places = self._places[: codes.size]
-        np.copyto(places, codes)
-        np.take(_FLOAT16_VALUES, places, out=values, mode="clip")
+#: bytes of a rounded number
+SIXTEEN_BITS = 2
 
 
 class OddRounding:
@@ -145,98 +90,64 @@ class OddRounding:
         np.bitwise_or(bits, mask, out=bits)
 
 
-Bits16 = Literal["bfloat16", "float16"]
 _BLOCK = 16_384  # elements; their scratch memory fits into a cache of the core
-_LARGEST_EXPONENT = 14  # exponent of the largest float16 in a message; finite even if rounded up
-_LARGEST_SCALE_EXPONENT = {
-    "float32": 126,
-    "float64": 1022,
-}  # largest exponent of a scale whose inverse is a normal number
 
 
 class Cast16(Compressor):
-    """Compressor that rounds every element once, to nearest even, to bfloat16 or float16, 2 bytes each.
+    """Compressor that rounds every element once, to nearest even, to bfloat16, 2 bytes each.
 
-    NaN and infinities stay non-finite. bfloat16 has the range of float32 and 8 binary digits; numbers that round to 2**128 become
-    infinite. float16 has 11 binary digits. A float16 message begins with 2 bytes (int16) for the exponent of its scale, a power
-    of two that is derived from the largest element. Elements below 2**-28 of the largest have fewer digits; those below 2**-39
-    become zero.
+    bfloat16 has the range of float32 and 8 binary digits; numbers that round to 2**128 become infinite. NaN and infinities stay
+    non-finite.
 
     Args:
         dtype: "float32" or "float64".
-        bits: "bfloat16" or "float16".
     """
 
-    def __init__(self, size: int, dtype: str, bits: Bits16) -> None:
+    def __init__(self, size: int, dtype: str) -> None:
         super().__init__(size, dtype)
-        self._header = 2 if bits == "float16" else 0
-        self.message_size = self._header + 2 * size
+        self.message_size = SIXTEEN_BITS * size
         block = min(size, _BLOCK)
-        self._codes: Codes = Float16Codes(block) if bits == "float16" else Bfloat16Codes(block)
-        self._single = np.empty(block, np.float32)
-        self._full = np.empty(block, self.dtype)
+        self._codes, self._single = Bfloat16Codes(block), np.empty(block, np.float32)
         self._rounding = OddRounding(block) if self.dtype == np.float64 else None
 
     def compress(self, values: np.ndarray, message: np.ndarray) -> None:
-        scale = 1.0
         with np.errstate(all="ignore"):  # underflow and infinities are valid results
-            if self._header:
-                exponent = self._exponent(values)
-                message[:2].view(np.int16)[0], scale = exponent, 2.0**exponent
             for block, codes in self._blocks(values, message):
-                self._codes.encode(self._narrowed(block, scale), codes)
+                self._codes.encode(self._narrowed(block), codes)
 
     def decompress(self, message: np.ndarray, values: np.ndarray) -> None:
         for block, codes in self._blocks(values, message):
-            block[...] = self._decoded(message, codes)
+            block[...] = self._decoded(codes)
 
     def add_to(self, message: np.ndarray, values: np.ndarray) -> None:
         for block, codes in self._blocks(values, message):
-            np.add(block, self._decoded(message, codes), out=block)
+            np.add(block, self._decoded(codes), out=block)
 
     def subtract_from(self, message: np.ndarray, values: np.ndarray) -> None:
         """Replace `values` by their rounding errors, exact in the dtype; NaN if the message is not finite."""
         with np.errstate(invalid="ignore"):
             for block, codes in self._blocks(values, message):
-                np.subtract(block, self._decoded(message, codes), out=block)
+                np.subtract(block, self._decoded(codes), out=block)
 
     def _blocks(self, values: np.ndarray, message: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Yield (elements, their codes) block by block."""
-        codes = message[self._header :].view(np.uint16)
+        codes = message.view(np.uint16)
         for start in range(0, self.size, _BLOCK):
             yield values[start : start + _BLOCK], codes[start : start + _BLOCK]
 
-    def _exponent(self, values: np.ndarray) -> int:
-        """Return the exponent of a message's scale; 0 if all elements are zero or the largest is not finite."""
-        largest = max(float(values.max()), -float(values.min())) if self.size else 0.0
-        if largest == 0 or not math.isfinite(largest):
-            return 0
-        return min(_LARGEST_EXPONENT + 1 - math.frexp(largest)[1], _LARGEST_SCALE_EXPONENT[self.dtype.name])
-
-    def _narrowed(self, block: np.ndarray, scale: float) -> np.ndarray:
-        """Return a block times the scale as float32, which rounds to the same 16 bits as the scaled block itself."""
-        if scale != 1:
-            block = np.multiply(block, self.dtype.type(scale), out=self._full[: block.size])
+    def _narrowed(self, block: np.ndarray) -> np.ndarray:
+        """Return a block as float32, which rounds to the same 16 bits as the block itself."""
         if self._rounding is None:
             return block
         narrowed = self._single[: block.size]
         self._rounding.narrow(block, narrowed)
         return narrowed
 
-    def _decoded(self, message: np.ndarray, codes: np.ndarray) -> np.ndarray:
-        """Return the values of codes, with the scale removed."""
+    def _decoded(self, codes: np.ndarray) -> np.ndarray:
+        """Return the values of codes, in scratch memory."""
         values = self._single[: codes.size]
         self._codes.decode(codes, values)
-        if not self._header:
-            return values
-        scale = self.dtype.type(2.0 ** -int(message[:2].view(np.int16)[0]))
-        scaled = self._full[: codes.size]
-        np.multiply(values, scale, out=scaled, dtype=self.dtype)
-        return scaled
-
-
-#: bytes of a rounded number
-SIXTEEN_BITS = 2
+        return values
 
 
 @dataclass(frozen=True)
@@ -248,7 +159,7 @@ class Rounding:
         parameters: number format in allgathers of parameters.
         per_node: number of ranks of a node among which gradients are summed in full precision before they are rounded to cross
             nodes; 1: all messages are rounded.
-        cuts_allreduces: whether large allreduces travel in several operations, cut by `parts_of`.
+        cuts_allreduces: whether large allreduces travel in several operations, cut by `parts_of`; a part of stored schedules.
     """
 
     gradients: Wire = "float32"
@@ -271,10 +182,7 @@ class Rounding:
 
         The sums are also gathered in 16 bits.
         """
-        saved = np.zeros(ranks, np.int64)
-        for begin, end in parts_of(size, item_bytes, ranks) if self.cuts_allreduces else [(0, size)]:
-            saved += 2 * self.saved_by_reduction(even(end - begin, ranks), item_bytes)
-        return saved
+        return 2 * self.saved_by_reduction(even(size, ranks), item_bytes)
 
     def saved_by_gather(self, counts: Sequence[int], item_bytes: int) -> np.ndarray:
         """Return, by rank, the bytes that rounding saves in an allgather of parameters."""
@@ -294,20 +202,12 @@ def _saved_bytes(elements: int, item_bytes: int, wire: Wire) -> int:
 
 def wire_bytes(elements: int, item_bytes: int, wire: Wire) -> int:
     """Return the size of a message of `elements` numbers, which have `item_bytes` each in memory."""
-    if wire == "float32" or not elements:
-        return elements * item_bytes
-    return SIXTEEN_BITS * elements + _header_bytes(wire)
-
-
-@cache
-def _header_bytes(wire: Bits16) -> int:
-    """Return the size in bytes of a message's header."""
-    return Cast16(0, "float32", wire).message_size
+    return elements * (item_bytes if wire == "float32" else SIXTEEN_BITS)
 
 
 def caster(wire: Wire) -> Caster | None:
     """Return a factory of message compressors; None if numbers travel unchanged."""
-    return None if wire == "float32" else partial(Cast16, bits=wire)
+    return None if wire == "float32" else Cast16
 
 
 def check_wire(**values: Wire) -> None:

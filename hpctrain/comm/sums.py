@@ -6,8 +6,7 @@ of parts and a local sum; an allreduce also has an allgather of the sums. The nu
 - `SixteenBitSums`: parts are rounded to 16 bits and summed in full precision, in rank order from 0 on, in the dtype of the
   buffer. This halves the bytes of float32. MPI need not sum 16-bit numbers, which few MPIs support and which would round after
   every addition. A rank's own part is rounded like all others, so a sum does not depend on which rank owns it, nor on how a
-  buffer is cut. (float16 has one scale per message and rounds very small numbers more coarsely if their part has much larger
-  ones.) `Compressor` is the interface between arrays and messages.
+  buffer is cut. `Compressor` is the interface between arrays and messages.
 - `TreeSums`: the order of additions is that of a tree over shards (`core/intervals.py`), which is independent of the number of
   ranks. A rank with several terms sends all of them, because summing them first would change the order.
 - `PartSums`: parts travel unrounded and device kernels sum them, for transports that move device arrays without summing them.
@@ -70,7 +69,7 @@ class Compressor(ABC):
 
 
 #: number format of messages; "float32": the dtype of the array, unrounded
-Wire = Literal["float32", "bfloat16", "float16"]
+Wire = Literal["float32", "bfloat16"]
 _BYTES = np.empty(0, np.uint8)
 #: function (elements, dtype) -> compressor
 Caster = Callable[[int, str], Compressor]

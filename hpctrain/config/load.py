@@ -273,10 +273,10 @@ def _drop_removed(data: Any, source: Source, *, stored: bool) -> None:
     """
     if isinstance(data, dict) and data.get("progress") in (("auto", "posting") if stored else ("auto",)):
         del data["progress"]
+    if stored and isinstance(data, dict) and isinstance(averager := data.get("averager"), dict):  # its wires
+        averager |= {key: "bfloat16" for key, value in averager.items() if value == "float16"}
     for path, (default, _) in _REMOVED.items():
-        section = data
-        for key in path[:-1]:
-            section = section.get(key) if isinstance(section, dict) else None
+        section = reduce(lambda at, key: at.get(key) if isinstance(at, dict) else None, path[:-1], data)
         if not isinstance(section, dict) or ":" in str(section.get("name")):  # a user's own class may have such an option
             continue
         if section.pop(path[-1], default) != default and not stored:
@@ -303,8 +303,7 @@ def _replaced_hint(path: KeyPath, data: Any, source: Source) -> str:
     if not source.places.get(section, "").startswith("override"):
         return ""
     name = next((name for known, name in names_in(data) if known == section), None)
-    values = reduce(getitem, section, data)
-    values = values if isinstance(values, Mapping) else {}
+    values = found if isinstance(found := reduce(getitem, section, data), Mapping) else {}
     if name is None or path[-1] in values:
         return ""
     key = str(path[-1])

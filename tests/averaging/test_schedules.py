@@ -539,8 +539,8 @@ def test_strategies_that_sum_gradients_are_accepted_for_exact_runs(name: str, op
         ("lazy", {}, "averager lazy does not sum the unchanged gradients of each step"),
         ("sparse", {}, "averager sparse does not sum the unchanged gradients of each step"),
         ("sharded", {"wire": "bfloat16"}, "wire is bfloat16"),
-        ("bucketed", {"wire": "float16"}, "wire is float16"),
-        ("sharded", {"wire_parameters": "float16"}, "wire_parameters is float16"),
+        ("bucketed", {"wire": "bfloat16"}, "wire is bfloat16"),
+        ("sharded", {"wire_parameters": "bfloat16"}, "wire_parameters is bfloat16"),
         ("sharded", {"fc_exchange": "always"}, "fc_exchange is always"),
     ],
 )

@@ -295,6 +295,11 @@ def test_removed_keys_are_refused_unless_neutral_or_stored_by_an_earlier_release
     assert re.search(r'The key "[a-z_.]+" was removed; leave it out, ', fault)
 
 
+def test_a_stored_wire_float16_becomes_bfloat16():
+    text = f"{TEXT}\naverager: {{name: sharded, wire: float16}}\n"
+    assert parse(text, stored=True)[0].averager.options == {"wire": "bfloat16"}
+
+
 def test_an_averager_of_a_users_own_may_have_options_of_removed_names():
     assert parse(f'{TEXT}\naverager: {{name: "mine.py:Mine", sizes: 3}}\n')[0].averager.options == {"sizes": 3}
 

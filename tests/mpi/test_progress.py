@@ -75,7 +75,7 @@ CASES = {
     "bucketed": (Bucketed, Sgd, {"bucket_bytes": 400}),
     "lazy": (Lazy, Sgd, {}),
     "sharded, in 16 bits": (Sharded, Sgd, {"wire": "bfloat16", "wire_parameters": "bfloat16"}),
-    "bucketed, in 16 bits": (Bucketed, Sgd, {"bucket_bytes": 400, "wire": "float16"}),
+    "bucketed, in 16 bits": (Bucketed, Sgd, {"bucket_bytes": 400, "wire": "bfloat16"}),
     "sparse": (Sparse, Sgd, {"density": 0.2, "compress": "always", "least_elements": 40, "two_level": False}),
 }
 

@@ -129,9 +129,9 @@ GRIDS = [("grid.rows=1", 5, 2), ("grid.rows=2", 4, 2), ("grid.rows=2", 6, 4), ("
 PLANS = ["plan.default=batch", "plan.default=model", "plan.default=domain", "plan={default: domain, '*fc*': model}"]
 AVERAGERS = [
     *("averager=sharded", "averager=bucketed", "averager=blocking", "averager=priority", "averager=overlap"),
-    "averager={name: sharded, wire: float16, wire_parameters: bfloat16}",
+    "averager={name: sharded, wire: bfloat16, wire_parameters: bfloat16}",
     "averager={name: bucketed, wire: bfloat16}",
-    "averager={name: blocking, wire: float16}",
+    "averager={name: blocking, wire: bfloat16}",
     "averager={name: sparse, density: 0.05, compress: always}",
 ]
 

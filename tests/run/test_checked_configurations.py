@@ -369,7 +369,7 @@ CUDA_CONFIG = """
 FAULTS = {
     "data.mixing.mixup=0.2": r"^data\.mixing mixes labels, but the loss of backend cuda does not support",
     "progress=thread": r"^progress is thread, but backend cuda enqueues .*; set progress to test, or",
-    "averager={name: sharded, wire_parameters: float16}": r"^averager\.wire_parameters is float16, but .*; set it to float32, or",
+    "averager={name: sharded, wire_parameters: bfloat16}": r"^averager\.wire_parameters is bfloat16, but .*; set it to float32",
 }
 
 

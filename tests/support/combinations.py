@@ -59,7 +59,7 @@ T = TypeVar("T")
 
 TOLERANCE = 1e-9
 #: of one rounding, relative; each step rounds each gradient, and what follows from it in later steps adds a few times as much
-_UNITS = {"bfloat16": 2.0**-8, "float16": 2.0**-11}
+_UNITS = {"bfloat16": 2.0**-8}
 _AMPLIFICATION = 2
 #: optimisers that divide by the length of gradients, so that an error of a small one matters more
 _DIVIDING = ("adam", "adamw", "lamb")

@@ -93,8 +93,8 @@ DIMENSIONS: Mapping[str, Mapping[str, Any]] = {
     "fc_exchange": {"default": None, "always": "always", "never": "never"},
     "replan": {"default": None, "no": False},
     "two_level": {"default": None, "no": False},
-    "wire": {"default": None, "bfloat16": "bfloat16", "float16": "float16"},
-    "wire_parameters": {"default": None, "bfloat16": "bfloat16", "float16": "float16"},
+    "wire": {"default": None, "bfloat16": "bfloat16"},
+    "wire_parameters": {"default": None, "bfloat16": "bfloat16"},
     "lazy": {
         "default": {},
         "every-step": {"layers": 2, "max_interval": 1},

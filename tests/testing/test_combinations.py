@@ -47,7 +47,7 @@ ALWAYS = (
     "averager=sparse sparse=third grid=1x3 nodes=of-1 messages=adversarial",
     "averager=lazy lazy=all-layers end=kill checkpoint=sharded-background",
     "averager=overlap grid=2x2 plan=mixed device=emulated",
-    "averager=sharded grid=2x2 plan=mixed net=residual batch=3 wire_parameters=float16 end=kill hashes=every-step",
+    "averager=sharded grid=2x2 plan=mixed net=residual batch=3 wire_parameters=bfloat16 end=kill hashes=every-step",
     "averager=priority slices=tiny grid=1x3 hashes=every-step data=unreadable on_nonfinite=rollback-late checkpoint=single",
 )
 

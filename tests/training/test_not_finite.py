@@ -255,7 +255,7 @@ SKIPPING: dict[str, tuple[type[Strategy], dict[str, Any]]] = {
     "lazy": (Lazy, {"layers": 3, "max_interval": 4, "check_every": 1, "bucket_bytes": 100}),
     "sharded, 16 bits": (
         STRATEGIES["sharded"][0],
-        {**STRATEGIES["sharded"][1], "wire": "float16", "wire_parameters": "bfloat16"},
+        {**STRATEGIES["sharded"][1], "wire": "bfloat16", "wire_parameters": "bfloat16"},
     ),
 }
 

@@ -18,8 +18,8 @@ class BucketedOptions:
 
     Args:
         bucket_bytes: Minimum size of a bucket in bytes; null: by rule.
-        wire: Number format in which gradients travel: "float32" sends them unchanged; "bfloat16" and "float16" round them to 16
-            bits, and sums are still computed in full precision.
+        wire: Number format in which gradients travel: "float32" sends them unchanged; "bfloat16" rounds them to 16 bits,
+            and sums are still computed in full precision.
         two_level: Whether, on nodes with several ranks each, to sum gradients that travel in 16 bits within a node first, in full
             precision, and to round them only to cross nodes. Sums in float32 are left to MPI's allreduce.
 

@@ -44,8 +44,8 @@ class PriorityOptions:
         two_level: Whether, on nodes with several ranks each, to sum within a node first and to gather parameters across nodes
             first.
         replan: Whether to plan the order of the slices again after a few steps, from measured times.
-        wire: Number format in which gradients travel: "float32" sends them unchanged; "bfloat16" and "float16" round them to 16
-            bits, and sums are still computed in full precision.
+        wire: Number format in which gradients travel: "float32" sends them unchanged; "bfloat16" rounds them to 16 bits,
+            and sums are still computed in full precision.
         wire_parameters: Number format in which updated parameters travel. Every rank computes with the rounded parameters; the
             owner of a part adds its rounding errors back before the next update.
 

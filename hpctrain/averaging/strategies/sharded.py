@@ -28,8 +28,8 @@ class ShardedOptions:
             first.
         replan: Whether to plan the order of the allgathers again after a few steps, from measured times.
         window: Maximum number of operations in flight on each communicator; null: no limit.
-        wire: Number format in which gradients travel: "float32" sends them unchanged; "bfloat16" and "float16" round them to 16
-            bits, and sums are still computed in full precision.
+        wire: Number format in which gradients travel: "float32" sends them unchanged; "bfloat16" rounds them to 16 bits,
+            and sums are still computed in full precision.
         wire_parameters: Number format in which updated parameters travel. Every rank computes with the rounded parameters; the
             owner of a part adds its rounding errors back before the next update.
 

@@ -387,7 +387,7 @@ def _sharers(machine: Machine, placement: GroupPlacement, crossing: float) -> fl
 #: kinds of operations whose sums have a fixed order with shards
 _ORDERED = (OperationKind.REDUCE_SCATTER, OperationKind.ALLREDUCE)
 #: memory bytes per element: to round it, and to read a rounded element (and add it to a sum)
-_ROUNDING_BYTES: Mapping[Wire, tuple[int, int]] = {"float32": (0, 0), "bfloat16": (28, 13), "float16": (68, 42)}
+_ROUNDING_BYTES: Mapping[Wire, tuple[int, int]] = {"float32": (0, 0), "bfloat16": (28, 13)}
 #: memory bytes per element of a part: to add its residual, to select the largest elements and to remove them
 _SELECTION_BYTES = 36
 #: memory bytes per received pair of element and position: to add the element at the position

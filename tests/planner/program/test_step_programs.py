@@ -191,11 +191,11 @@ AVERAGERS = (
 #: averagers whose messages are not the elements that are summed
 ROUNDED: tuple[tuple[str, dict[str, object]], ...] = (
     ("sharded", {"wire": "bfloat16"}),
-    ("sharded", {"wire": "float16", "wire_parameters": "float16"}),
-    ("priority", {"wire": "float16", "slice_parameters": 50}),
-    ("bucketed", {"wire": "float16", "bucket_bytes": 256}),
+    ("sharded", {"wire": "bfloat16", "wire_parameters": "bfloat16"}),
+    ("priority", {"wire": "bfloat16", "slice_parameters": 50}),
+    ("bucketed", {"wire": "bfloat16", "bucket_bytes": 256}),
     ("blocking", {"wire": "bfloat16"}),
-    ("overlap", {"wire": "float16"}),
+    ("overlap", {"wire": "bfloat16"}),
     ("sparse", {"density": 0.1, "compress": "always", "least_elements": 1, "two_level": False}),
 )
 GRIDS = [(1, 2), (1, 3), (2, 1), (2, 2), (3, 1), (3, 2), (4, 1), (4, 2), (6, 1)]
