@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from hpctrain.backend.arithmetic import Arithmetic
 from hpctrain.backend.cuda.arithmetic import (
-    STAGING_MOST,
     TILE,
     ArrayTable,
     CudaArithmetic,
@@ -21,7 +20,7 @@ from hpctrain.backend.cuda.kernel_set import CudaKernelSet
 from hpctrain.backend.cuda.operator import ColumnSums, carve, total_bytes
 from hpctrain.backend.cuda.runtime import CudaRuntime, FetchBuffers, Staging
 from hpctrain.backend.specs import item_bytes, parameter_dtype
-from hpctrain.core.intervals import Box, shape_of
+from hpctrain.core.intervals import Box
 from hpctrain_testing.emulator.device import EmulatedDevice
 from hpctrain_testing.emulator.memory import on_host, read, write
 from tests.support.emulated import CudaKernelsFactory
@@ -101,52 +100,6 @@ def test_every_float32_near_a_bfloat16_is_rounded_as_on_the_host(cuda_kernels: C
         np.testing.assert_array_equal(_half_bits(cuda_kernels(), source), bfloat16_bits(source))
 
 
-def test_square_sums_and_finiteness(cuda_kernels: CudaKernelsFactory) -> None:
-    arithmetic = cuda_kernels().arithmetic
-    flat = arithmetic.zeros(100, "float32")
-    arithmetic.from_host(flat, np.arange(100))
-    arrays = [flat[:10], flat[10:10], flat[10:]]
-    for _ in range(2):
-        np.testing.assert_array_equal(arithmetic.square_sums(arrays), [285, 0, 328350 - 285])
-    assert arithmetic.square_sums([]).shape == (0,)
-    before = arithmetic.fetch_finite(arrays)
-    arithmetic.fill(flat[50:51], np.nan)
-    after = arithmetic.fetch_finite(arrays)
-    assert before.result().tolist() == [True, True, True]
-    assert after.result().tolist() == [True, True, False]
-    assert arithmetic.fetch_finite([]).result().shape == (0,)
-
-
-def test_the_second_call_for_the_same_arrays_allocates_nothing(cuda_kernels: CudaKernelsFactory) -> None:
-    kernels = cuda_kernels()
-    flat = kernels.arithmetic.zeros(1000, "float32")
-
-    def step() -> None:
-        kernels.arithmetic.square_sums([flat[:10], flat[10:]])
-        kernels.arithmetic.fetch_finite([flat[:10], flat[10:]]).result()
-        kernels.arithmetic.fetch(flat[:10]).result()
-        kernels.arithmetic.from_host(flat, np.zeros(1000))
-        kernels.arithmetic.to_host(flat)
-
-    step()
-    used, kernels.runtime.device.pinned = kernels.runtime.device.memory_used(), None  # type: ignore[method-assign, assignment]
-    step()
-    assert kernels.runtime.device.memory_used() == used
-
-
-def test_large_arrays_travel_by_pieces(cuda_kernels: CudaKernelsFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hpctrain.backend.cuda.arithmetic.STAGING_BYTES", 4096)
-    arithmetic = cuda_kernels(seed=4).arithmetic
-    size = (STAGING_MOST + 5) * 4096 + 3
-    values = np.random.default_rng(0).integers(0, 255, size, dtype=np.uint8)
-    array = arithmetic.zeros(size, "uint8")
-    arithmetic.from_host(array, values)
-    arrived = arithmetic.to_host(array)
-    np.testing.assert_array_equal(arrived, values)
-    with pytest.raises(ValueError, match="read-only"):
-        arrived[0] = 1
-
-
 def test_arrays_may_be_dropped_before_it_is_known_whether_they_are_finite(cuda_kernels: CudaKernelsFactory) -> None:
     for seed in range(10):
         kernels = cuda_kernels("float32", seed)
@@ -158,18 +111,6 @@ def test_arrays_may_be_dropped_before_it_is_known_whether_they_are_finite(cuda_k
             del array
         assert [bool(answer.result()[0]) for answer in answers] == [True, False]
         kernels.runtime.device.finish()
-
-
-def test_sizes_that_differ_are_refused(cuda_kernels: CudaKernelsFactory) -> None:
-    arithmetic = cuda_kernels().arithmetic
-    short, long = arithmetic.zeros(3, "float32"), arithmetic.zeros(4, "float32")
-    for call in (arithmetic.copy, arithmetic.add, arithmetic.subtract):
-        with pytest.raises(AssertionError, match="4 elements do not fit"):
-            call(short, long)
-    with pytest.raises(AssertionError, match="4 elements do not fit"):
-        arithmetic.from_host(short, np.zeros(4))
-    with pytest.raises(AssertionError, match="is not added"):
-        arithmetic.add(short, arithmetic.zeros(3, "bfloat16"))
 
 
 def test_the_service_is_that_of_all_sets() -> None:
@@ -236,13 +177,6 @@ def test_one_element_that_is_not_finite_shows_in_its_array_alone(
         np.testing.assert_array_equal(table.finite().result(), expected)
         kernels.arithmetic.fill(arrays[i], 3e38)
         assert table.finite().result().all()
-
-
-def test_arrays_of_two_dtypes_are_refused(cuda_kernels: CudaKernelsFactory) -> None:
-    kernels = cuda_kernels()
-    arrays = [kernels.arithmetic.zeros(3, dtype) for dtype in ("float32", "bfloat16")]
-    with pytest.raises(AssertionError, match="one dtype"):
-        _table(kernels, arrays)
 
 
 def array(device: EmulatedDevice, shape: tuple[int, ...], dtype: str) -> DeviceArray:
@@ -358,12 +292,6 @@ def test_what_is_remembered_is_what_is_there_at_that_point(cuda_kernels: CudaKer
     np.testing.assert_array_equal(np.flatnonzero(guard.fetch_changed().result()), [4])
 
 
-def test_arrays_of_two_bytes_are_refused(cuda_kernels: CudaKernelsFactory) -> None:
-    kernels = cuda_kernels()
-    with pytest.raises(AssertionError, match="words of 4 bytes"):
-        kernels.arithmetic.word_sums([kernels.arithmetic.zeros(3, "bfloat16")])
-
-
 #: (target's shape and box, source's shape and box)
 CASES: dict[str, tuple[tuple[int, ...], Box, tuple[int, ...], Box]] = {
     "rows of an image": ((2, 1, 5, 16), ((0, 2), (0, 1), (0, 5), (0, 16)), (2, 7, 5, 16), ((0, 2), (6, 7), (0, 5), (0, 16))),
@@ -407,23 +335,6 @@ def test_boxes(cuda_kernels: CudaKernelsFactory, case: str, dtype: str, accumula
         kernels.arithmetic.copy_box(target, target_box, source, source_box, accumulate=accumulate)
         np.testing.assert_array_equal(kernels.arithmetic.to_host(target), expected)
         np.testing.assert_array_equal(kernels.arithmetic.to_host(source), new)
-
-
-def _refused(kernels: CudaKernelSet, target_box: Box, source_box: Box, dtype: str = "float32") -> str:
-    target, source = (kernels.arithmetic.zeros(6, name).reshape(2, 3) for name in ("float32", dtype))
-    with pytest.raises(AssertionError) as error:
-        kernels.arithmetic.copy_box(target, target_box, source, source_box)
-    return str(error.value)
-
-
-def test_boxes_that_do_not_fit_are_refused(cuda_kernels: CudaKernelsFactory) -> None:
-    kernels = cuda_kernels()
-    box: Box = ((0, 2), (1, 3))
-    assert "different shapes" in _refused(kernels, box, ((0, 2), (0, 3)))
-    assert "leaves" in _refused(kernels, box, ((0, 2), (2, 4)))
-    assert "leaves" in _refused(kernels, ((-1, 1), (0, 2)), box)
-    assert "dtype" in _refused(kernels, box, box, "bfloat16")
-    assert shape_of(box) == (2, 2)
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -515,13 +426,3 @@ def test_sums_and_what_is_spread(cuda_kernels: CudaKernelsFactory, shape: tuple[
     tolerance = TOLERANCES[dtype]
     np.testing.assert_allclose(found[0][0], sums, rtol=tolerance, atol=1000 * tolerance)
     np.testing.assert_allclose(found[0][1], np.broadcast_to(means / 40, shape), rtol=tolerance)
-
-
-def test_values_that_do_not_fit_the_images_are_refused(cuda_kernels: CudaKernelsFactory) -> None:
-    kernels = cuda_kernels()
-    images, means = (kernels.arithmetic.zeros(24, "float32").reshape(shape) for shape in ((2, 3, 2, 2), (24, 1, 1, 1)))
-    with pytest.raises(AssertionError, match="does not have one pixel for each of"):
-        kernels.arithmetic.sum_pixels(means, images, 1.0)
-    halves = kernels.arithmetic.zeros(4, "bfloat16").reshape(2, 1, 1, 2)
-    with pytest.raises(AssertionError, match="does not have the dtype of"):
-        kernels.arithmetic.spread_pixels(images, halves, 1.0)

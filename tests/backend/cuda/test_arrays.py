@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -23,11 +22,6 @@ from tests.support.fake_cupy import FakeCublas
 
 def _array(*shape: int, dtype: str = "float32") -> DeviceArray:
     return DeviceArray(1 << 12, shape, dtype, object())
-
-
-def test_sizes() -> None:
-    array = _array(2, 3, 4, dtype="bfloat16")
-    assert (array.size, array.nbytes, array.itemsize, array.ndim, len(array)) == (24, 48, 2, 3, 2)
 
 
 @given(
@@ -89,14 +83,6 @@ def _write(array: DeviceArray) -> None:
 def test_elements_are_not_for_the_host(read: Callable[[DeviceArray], object]) -> None:
     with pytest.raises(TypeError):
         read(_array(3))
-
-
-@pytest.mark.parametrize("compute", [operator.add, operator.mul, operator.matmul, operator.lt])
-def test_there_is_no_arithmetic(compute: Callable[[object, object], object]) -> None:
-    with pytest.raises(TypeError):
-        compute(_array(3), 1)
-    with pytest.raises(TypeError):
-        compute(_array(3), _array(3))
 
 
 @given(items=st.integers(0, 1 << 40), block=st.sampled_from([32, 256, 1024]), multiprocessors=st.integers(1, 200))

@@ -8,11 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
-from hpctrain.backend.operators import InputView, StepContext
 from hpctrain.backend.specs import (
     AdaptiveAveragePoolSpec,
     AddSpec,
-    FlattenSpec,
     PoolSpec,
     ReluSpec,
     TensorSpec,
@@ -132,14 +130,6 @@ def test_memory_that_does_not_fit_packs(emulated_device, kind: str) -> None:
     assert_rounded(bench.backward(dyadic(*y.shape)).inputs[0], reference.backward(dyadic(*y.shape)).inputs[0], "bfloat16")
 
 
-def test_evaluation_saves_nothing(emulated_device) -> None:
-    operators = [
-        emulated_kernels("bfloat16").make(PoolSpec("max", STEM), (TensorSpec((4, 8, 8, 64)),), training=training)
-        for training in (0, 1)
-    ]
-    assert [operator.saved_bytes for operator in operators] == [0, 4 * 4 * 4 * 64]
-
-
 def test_windows_that_codes_cannot_count_are_refused(emulated_device) -> None:
     spec = PoolSpec("max", Window((300, 300), (1, 1), (0, 0, 0, 0)))
     with pytest.raises(BackendError, match=r"300 x 300 has 90000 taps; .* supports at most 65536, for example 256 x 256\.$"):
@@ -248,14 +238,3 @@ def test_a_relu_hands_nan_on_and_stops_the_gradient_at_zero(cuda_kernels: CudaKe
     bench = device_bench(cuda_kernels("float32"), ReluSpec(), np.array([[np.nan, -1.0, 0.0, 2.0]]))
     np.testing.assert_array_equal(bench.forward(), [[np.nan, 0.0, 0.0, 2.0]])
     np.testing.assert_array_equal(bench.backward(np.full((1, 4), 5.0)).inputs[0], [[0.0, 0.0, 0.0, 5.0]])
-
-
-def test_no_launch_and_no_memory(cuda_kernels, monkeypatch) -> None:
-    kernels = cuda_kernels("bfloat16")
-    monkeypatch.setattr(kernels.runtime.device, "kernel", None)
-    operator = kernels.make(FlattenSpec(), (TensorSpec((3, 7, 5, 6), "bfloat16"),), training=True)
-    assert isinstance(operator, InputView)
-    assert operator.output == TensorSpec((3, 210), "bfloat16")
-    assert (operator.saved_bytes, operator.scratch_bytes) == (0, 0)
-    operator.forward(StepContext())
-    operator.backward_input()

@@ -16,9 +16,8 @@ from hpctrain.backend.cuda.conv2d import CudaConv2d, CudaPatchConv2d, CudaPointw
 from hpctrain.backend.cuda.device import ConvolutionKey
 from hpctrain.backend.cuda.kernel_set import CudaKernelSet
 from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
-from hpctrain.backend.operators import Buffers, LossSums, Operator, SufficientFactors
+from hpctrain.backend.operators import LossSums, Operator, SufficientFactors
 from hpctrain.backend.specs import Conv2dSpec, LinearSpec, SoftmaxCrossEntropySpec, TensorSpec, Window, WithRelu
-from hpctrain.core.errors import DataError
 from hpctrain.testing.operators import OperatorBench, default_parameters
 from hpctrain_testing.emulator.memory import read
 from tests.support.emulated import CudaKernelsFactory
@@ -29,15 +28,13 @@ from tests.support.sampling import amount
 #: of float64 NumPy, relative to the largest element: bfloat16 rounds once, the weight's gradient from float32 sums
 ERRORS = {"float64": 1e-10, "float32": 1e-5, "tf32": 1e-5, "bfloat16": 2.0**-8}
 
+PRECISIONS = list(ERRORS)
+
 SAME = (1, 1, 1, 1)
 
 CASES = [
     (Conv2dSpec(4, 6, Window((5, 3), (2, 3), (1, 2, 0, 1), (1, 2)), groups=2), (2, 7, 9, 4)),
     (Conv2dSpec(8, 16, Window((3, 3), (1, 1), SAME), bias=False), (2, 6, 5, 8)),
-    (Conv2dSpec(3, 8, Window((3, 3), (2, 2), (0, 1, 0, 1))), (1, 7, 9, 3)),
-    (Conv2dSpec(6, 6, Window((3, 3), (1, 1), SAME), groups=6), (1, 4, 5, 6)),
-    (Conv2dSpec(3, 4, Window((1, 1), (2, 3), (0, 0, 0, 0)), bias=False), (2, 5, 7, 3)),
-    (Conv2dSpec(5, 48, Window((1, 1), (1, 1), (0, 0, 0, 0))), (4, 16, 17, 5)),
     (WithRelu(Conv2dSpec(4, 16, Window((3, 3), (1, 1), SAME))), (2, 6, 5, 4)),
     (WithRelu(Conv2dSpec(3, 5, Window((3, 2), (2, 1), SAME))), (2, 7, 5, 3)),
     (WithRelu(Conv2dSpec(4, 8, Window((3, 3), (1, 1), SAME), bias=False)), (2, 6, 5, 4)),
@@ -76,19 +73,6 @@ def case(spec: Conv2dSpec | WithRelu, shape: tuple[int, ...]) -> tuple[np.ndarra
     return dyadic(*shape), parameters, dyadic(*spec.output(TensorSpec(shape)).shape, seed=2)
 
 
-@pytest.mark.parametrize("precision", ["float64", "float32", "tf32", "bfloat16"])
-@pytest.mark.parametrize(("spec", "shape"), CASES)
-def test_convolutions_equal_the_numpy_set(cuda_kernels, precision, spec, shape) -> None:
-    x, parameters, dy = case(spec, shape)
-    expected = reference(spec, x, parameters, dy)
-    for seed in (0, 1, 7):
-        results = convolved(cuda_kernels(precision, seed), spec, x, parameters, dy)
-        assert results.keys() == expected.keys()
-        for name, values in expected.items():
-            error = np.abs(results[name] - values).max() / np.abs(values).max()
-            assert error < ERRORS[precision], f"{name} of {spec} with seed {seed}: {error}"
-
-
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[Conv2dSpec | WithRelu, tuple[int, ...]]:
     small = st.integers(1, 3)
@@ -102,11 +86,11 @@ def cases(draw: st.DrawFn) -> tuple[Conv2dSpec | WithRelu, tuple[int, ...]]:
 
 
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
-@given(cases(), st.sampled_from(["float64", "bfloat16"]))
-def test_any_geometry_equals_the_numpy_set(cuda_kernels, case_: tuple, precision: str) -> None:
+@given(cases(), st.sampled_from(PRECISIONS), st.integers(0, 7))
+def test_any_geometry_equals_the_numpy_set(cuda_kernels, case_: tuple, precision: str, seed: int) -> None:
     x, parameters, dy = case(*case_)
     expected = reference(case_[0], x, parameters, dy)
-    results = convolved(cuda_kernels(precision, 3), case_[0], x, parameters, dy)
+    results = convolved(cuda_kernels(precision, seed), case_[0], x, parameters, dy)
     for name, values in expected.items():
         largest = np.abs(values).max(initial=1e-30)
         assert np.abs(results[name] - values).max(initial=0.0) <= ERRORS[precision] * largest, name
@@ -188,15 +172,6 @@ def test_scratch_holds_the_largest_workspace_of_the_three_directions(cuda_kernel
     monkeypatch.setattr(kernels.runtime.device, "convolution", with_workspace)
     weight_bytes = 4 * int(np.prod(spec.weight_shape))
     assert made(kernels, spec, shape).scratch_bytes == sum(-(-size // 256) * 256 for size in (70000, weight_bytes))
-
-
-def test_a_weight_without_its_shadow_is_refused_at_bind(cuda_kernels) -> None:
-    spec, shape = CASES[1]
-    kernels = cuda_kernels("bfloat16")
-    operator = kernels.make(spec, (TensorSpec(shape, "bfloat16"),), training=False)
-    weight = kernels.allocate(4 * int(np.prod(spec.weight_shape))).view("float32")
-    with pytest.raises(AssertionError, match="the weight of a convolution in bfloat16 is float32"):
-        operator.bind(Buffers((), None, parameters={"weight": weight}, scratch=kernels.allocate(operator.scratch_bytes)))
 
 
 def record_plans(kernels: CudaKernelSet) -> list[ConvolutionKey]:
@@ -345,9 +320,6 @@ def test_patches_of_more_rows_than_threads(
     compare_products(spec, shape, precision, 5)
 
 
-PRECISIONS = ["float64", "float32", "tf32", "bfloat16"]
-
-
 def linear_values(spec: LinearSpec) -> dict[str, np.ndarray]:
     """Weights that every dtype holds, and biases that bfloat16 does not hold."""
     roles = {"weight": dyadic(*spec.weight_shape, seed=3), "bias": dyadic(spec.features_out, seed=4) + 2.0**-12}
@@ -398,15 +370,6 @@ def test_bfloat16_rounds_the_sum_with_the_bias_once(emulated_device) -> None:
     np.testing.assert_array_equal(bench.forward(), np.full((3, 8), 1 + 2.0**-7))
 
 
-def test_an_unwanted_linear_gradient_is_not_computed(emulated_device) -> None:
-    spec = LinearSpec(4, 4)
-    bench = device_bench(emulated_kernels("float32"), spec, np.ones((3, 4)), linear_values(spec), wanted=[False])
-    bench.forward()
-    gradients = bench.backward(np.ones((3, 4)))
-    assert gradients.inputs == (None,)
-    assert (gradients.parameters["weight"] == 3).all()
-
-
 def test_sufficient_factors_are_as_the_ability_says(emulated_device) -> None:
     """x and dy stay what they are through both halves of backward."""
     spec, x, dy = LinearSpec(6, 8), dyadic(5, 6), dyadic(5, 8, seed=1)
@@ -418,14 +381,6 @@ def test_sufficient_factors_are_as_the_ability_says(emulated_device) -> None:
     kept, errors = read(bench.operator.buffers.inputs[0]), read(bench.operator.output_grad)
     np.testing.assert_array_equal(kept.T @ errors, gradients["weight"])
     np.testing.assert_array_equal(errors.sum(axis=0), gradients["bias"])
-
-
-def test_a_weight_that_was_not_rounded_is_refused(emulated_device) -> None:
-    kernels = emulated_kernels("bfloat16")
-    operator = kernels.make(LinearSpec(4, 4, bias=False), (TensorSpec((2, 4), "bfloat16"),), training=False)
-    x, weight = (kernels.allocate(64).view(dtype) for dtype in ("bfloat16", "float32"))
-    with pytest.raises(AssertionError, match="weight of a linear layer in bfloat16 is float32"):
-        operator.bind(Buffers(inputs=(x[:8].reshape(2, 4),), output=x[8:16].reshape(2, 4), parameters={"weight": weight[:16]}))
 
 
 def _host(
@@ -532,13 +487,6 @@ def test_what_is_not_finite_shows_as_in_the_numpy_set(cuda_kernels: CudaKernelsF
         np.testing.assert_allclose(d_logits, gradient, rtol=1e-6)
 
 
-def test_labels_out_of_range_are_refused_before_anything_runs(cuda_kernels: CudaKernelsFactory) -> None:
-    logits, labels = _sample(4, 9, "float32")
-    labels[2] = 9
-    with pytest.raises(DataError, match=r"Label 9 is outside .* 0 to 8; the nearest legal label is 8"):
-        _device(cuda_kernels(), logits, labels, "float32")
-
-
 def test_a_loss_without_samples(cuda_kernels: CudaKernelsFactory) -> None:
     sums, d_logits = _device(cuda_kernels(), np.zeros((0, 9)), np.zeros(0, np.int64), "float32", global_count=0)
     assert sums == LossSums(0.0, 0, 0, 0)
@@ -564,14 +512,3 @@ def test_two_batches_may_be_on_their_way(cuda_kernels: CudaKernelsFactory, seed:
                 assert (arrived.top1, arrived.top5, arrived.count) == (reference.top1, reference.top5, reference.count)
                 assert arrived.loss == pytest.approx(reference.loss, rel=1e-6)
             waiting, expected = [], []
-
-
-def test_losses_of_later_batches_allocate_nothing(cuda_kernels: CudaKernelsFactory) -> None:
-    kernels = cuda_kernels()
-    loss = kernels.make_loss(SoftmaxCrossEntropySpec())
-    logits = kernels.arithmetic.zeros(20, "float32").reshape(4, 5)
-    loss.run(logits, np.zeros(4, np.int64), 4, None)
-    used, kernels.runtime.device.pinned = kernels.runtime.device.memory_used(), None  # type: ignore[method-assign, assignment]
-    for count in (3, 4):
-        assert loss.run(logits[:count], np.zeros(count, np.int64), 4, None).result().top1 == count
-    assert kernels.runtime.device.memory_used() == used

@@ -10,7 +10,6 @@ import pytest
 from hpctrain.backend.cuda.device import DeviceArray, bfloat16_bits, bfloat16_values
 from hpctrain.backend.cuda.kernel_set import CudaKernelSet
 from hpctrain.backend.cuda.pixel_input import RING
-from hpctrain.backend.cuda.transports import CudaMirrors
 from hpctrain.backend.pixels import WINDOW, PixelBatch, Resampling
 from hpctrain.comm.base import SingleCommunicator
 from hpctrain.testing.operators import empty, put, take
@@ -69,27 +68,6 @@ def test_every_place_that_waits_matters(emulated_device: EmulatedDeviceFactory) 
         assert any(wrong), place
 
 
-def test_mirrors_are_used_again(emulated_device: EmulatedDeviceFactory) -> None:
-    device = emulated_device(1)
-    kernels = kernels_on(device)
-    mirrors, array = kernels.arithmetic.mirrors(), _upload(kernels, np.arange(10.0))
-
-    def operation() -> None:
-        mirror = mirrors.mirror(array)
-        transit = mirrors.leave([(mirror, array)])
-        while not transit.on_host():
-            pass
-        mirrors.arrive(transit, array, [(0, 10)])
-
-    operation()
-    operation()
-    device.seal()
-    for _ in range(5):
-        operation()
-    assert device.counters.late_allocations == []
-    assert mirrors.pinned_bytes == 80
-
-
 #: of the shared buffer: where what leaves ends, and where what arrives does; some ranks only receive
 _PARTS = [(20, 40), (0, 60), (5, 64), (0, 40), (0, 60), (50, 60)]
 
@@ -137,13 +115,6 @@ def test_each_wait_of_a_shared_mirror_matters(emulated_device: EmulatedDeviceFac
 
     for place, numbers in places.items():
         assert any(wrong(seed, number) for seed in range(8) for number in numbers), place
-
-
-def test_bfloat16_travels_as_its_bits(emulated_device: EmulatedDeviceFactory) -> None:
-    mirrors = kernels_on(emulated_device()).arithmetic.mirrors()
-    assert isinstance(mirrors, CudaMirrors)
-    array = empty(kernels_on(emulated_device()), (3,), "bfloat16")
-    assert mirrors.mirror(array).dtype == np.uint16
 
 
 def test_events_are_used_again_once_they_are_done(emulated_device: EmulatedDeviceFactory) -> None:
@@ -264,20 +235,6 @@ def test_resized_images_have_the_bits_of_the_host(
             if dtype == "bfloat16":
                 expected = bfloat16_values(bfloat16_bits(expected))
             np.testing.assert_array_equal(_made(kernels, part, dtype), expected)
-
-
-def test_pixels_are_a_quarter_of_float32(emulated_device: EmulatedDeviceFactory) -> None:
-    device = emulated_device()
-    kernels = kernels_on(device, "float32")
-    batch = _batch(0, 4, (16, 16, 3), (16, 16), "float32")
-    target = kernels.arithmetic.zeros(4 * 16 * 16 * 3, "float32").reshape(batch.shape)
-    kernels.make_input(target, batch)
-    pixels, windows, by_channel = batch.pixels.nbytes, -(-batch.windows.nbytes // 16) * 16, 2 * 16
-    assert device.counters.uploaded_bytes.total() == pixels + windows + by_channel
-    assert 4 * pixels == target.nbytes
-    assert batch.windows.nbytes == 4 * 44
-    kernels.arithmetic.from_host(target, np.asarray(batch))
-    assert device.counters.uploaded_bytes.total() == pixels + windows + by_channel + target.nbytes
 
 
 def _several(device: EmulatedDevice) -> list[np.ndarray]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,18 +12,17 @@ from hypothesis import strategies as st
 from hpctrain.backend.arithmetic import Corrections, MomentRule, UpdateRun
 from hpctrain.backend.counter_random import key, words
 from hpctrain.backend.cuda.arithmetic import DESCENT_TILE
-from hpctrain.backend.cuda.device import ALIGNMENT_BYTES, DeviceArray, Precision, bfloat16_bits, bfloat16_values
+from hpctrain.backend.cuda.device import ALIGNMENT_BYTES, DeviceArray, bfloat16_bits, bfloat16_values
 from hpctrain.backend.cuda.elementwise import SamplePlace
 from hpctrain.backend.cuda.kernel_set import CudaKernelSet
 from hpctrain.backend.cuda.operator import carve, check_images, row_launch, total_bytes
-from hpctrain.backend.cuda.runtime import KEYS, LEAST_IDS, TAGS, CudaRuntime, StepBlock, StepPlaces
+from hpctrain.backend.cuda.runtime import KEYS, LEAST_IDS, StepBlock, StepPlaces
 from hpctrain.backend.host_arithmetic import HostArithmetic
 from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
 from hpctrain.backend.operators import InputView, StepContext
-from hpctrain.backend.specs import DropoutSpec, TensorSpec, item_bytes, parameter_dtype
+from hpctrain.backend.specs import DropoutSpec, TensorSpec, parameter_dtype
 from hpctrain.core.errors import BackendError
 from hpctrain.testing.operators import OperatorBench
-from hpctrain_testing.emulator.device import EmulatedDevice
 from tests.support.emulated import CudaKernelsFactory
 from tests.support.rounded import DTYPES, rounded
 
@@ -290,12 +288,6 @@ def test_what_is_not_finite_is_seen(cuda_kernels: CudaKernelsFactory) -> None:
     assert np.isinf(y[0]).any()
 
 
-def test_a_step_without_the_ids_of_all_samples_is_refused(cuda_kernels: CudaKernelsFactory) -> None:
-    bench = _bench(cuda_kernels(), DropoutSpec(0.5, "a", first_sample=4), np.zeros((3, 9)), "float32")
-    with pytest.raises(AssertionError, match="ids of 7 samples, not 6"):
-        bench.forward(StepContext(sample_ids=IDS))
-
-
 @pytest.mark.parametrize("rate", [0.0, 0.4])
 def test_where_nothing_is_dropped_no_data_moves(cuda_kernels: CudaKernelsFactory, rate: float) -> None:
     operator = cuda_kernels().make(DropoutSpec(rate, "a"), (TensorSpec((3, 5)),), training=rate == 0)
@@ -357,57 +349,6 @@ def test_places_stay_when_later_operators_need_more_room(cuda_kernels: CudaKerne
         count = min(place.ids.size, ids.size)
         assert _read(kernels, place, count) == (1, list(key("dropout", 1, 4, str(layer))), ids[:count].tolist())
     assert places[-1].ids.size == LEAST_IDS + 5
-
-
-def test_without_operators_nothing_is_uploaded(cuda_kernels: CudaKernelsFactory) -> None:
-    kernels = cuda_kernels()
-    used = kernels.runtime.device.memory_used()
-    kernels.begin(StepContext(sample_ids=np.arange(9)))
-    assert kernels.runtime.device.memory_used() == used
-
-
-class _Recorder(EmulatedDevice):
-    """Keeps what is launched."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.launched: list[tuple[Any, ...]] = []
-
-    def kernel(self, source: str, name: str) -> Any:
-        return lambda *arguments: self.launched.append((source, name, *arguments))
-
-
-@pytest.mark.parametrize(
-    ("precision", "dtype", "parameters"),
-    [
-        ("float64", "float64", "float64"),
-        ("float32", "float32", "float32"),
-        ("tf32", "float32", "float32"),
-        ("bfloat16", "bfloat16", "float32"),
-    ],
-)
-def test_dtypes_follow_from_the_precision(precision: Precision, dtype: str, parameters: str) -> None:
-    device = EmulatedDevice()
-    runtime = CudaRuntime(device, device.stream("compute"), precision)
-    assert (runtime.dtype, runtime.parameter_dtype) == (dtype, parameters)
-    assert int(TAGS[dtype].strip("bf")) == 8 * item_bytes(dtype)
-
-
-def test_items_are_the_last_argument_and_the_grid_fits_them() -> None:
-    device = _Recorder()
-    stream = device.stream("compute")
-    runtime = CudaRuntime(device, stream)
-    runtime.launch_items("elementwise", "k", 1000, None)
-    assert device.launched == [("elementwise", "k", stream, (4,), (256,), None, np.int64(1000))]
-    assert isinstance(device.launched[0][-1], np.int64)
-
-
-def test_an_empty_grid_is_not_launched() -> None:
-    device = _Recorder()
-    runtime = CudaRuntime(device, device.stream("compute"))
-    runtime.launch_items("elementwise", "k", 0)
-    runtime.launch("elementwise", "k", (3, 0), (256,))
-    assert device.launched == []
 
 
 REQUESTS = st.lists(

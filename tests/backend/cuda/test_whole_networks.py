@@ -13,8 +13,8 @@ from hpctrain.backend.cuda.device import ConvolutionKey, Precision, bfloat16_bit
 from hpctrain.backend.cuda.kernel_set import CudaKernelSet
 from hpctrain.backend.numpy.classifier import SoftmaxCrossEntropy
 from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
-from hpctrain.backend.operators import AnyArrays, Buffers, KernelSet, LossOperator, LossSums, Operator, StepContext, ViewOperator
-from hpctrain.backend.specs import DropoutSpec, FlattenSpec, SoftmaxCrossEntropySpec, Spec, TensorSpec
+from hpctrain.backend.operators import AnyArrays, KernelSet, LossOperator, LossSums, Operator, StepContext, ViewOperator
+from hpctrain.backend.specs import FlattenSpec, SoftmaxCrossEntropySpec, Spec, TensorSpec
 from hpctrain.core.errors import BackendError
 from hpctrain.models import catalogue
 from hpctrain.nn.compile.steps import make_steps
@@ -56,31 +56,6 @@ class Doubling:
 def test_an_unknown_operation_is_refused_by_name(cuda_kernels: CudaKernelsFactory) -> None:
     with pytest.raises(BackendError, match="no operator for Doubling"):
         cuda_kernels().make(Doubling(), (TensorSpec((2, 3)),), training=True)
-
-
-@pytest.mark.parametrize(
-    ("precision", "shadow"), [("float64", None), ("float32", None), ("tf32", None), ("bfloat16", "bfloat16")]
-)
-def test_a_shadow_is_kept_where_activations_are_rounder_than_parameters(
-    cuda_kernels: CudaKernelsFactory, precision: Precision, shadow: str | None
-) -> None:
-    assert cuda_kernels(precision).shadow_dtype == shadow
-
-
-def test_begin_brings_the_steps_numbers(cuda_kernels: CudaKernelsFactory) -> None:
-    kernels = cuda_kernels()
-    operator = kernels.make(DropoutSpec(0.5, "a"), (TensorSpec((1, 400), "float32"),), training=True)
-    x, y = (kernels.arithmetic.zeros(400, "float32").reshape(1, 400) for _ in range(2))
-    kernels.arithmetic.fill(x, 1)
-    operator.bind(Buffers(inputs=(x,), output=y))
-    outputs = []
-    for step in (0, 1, 0):
-        context = StepContext(step=step, sample_ids=np.array([6]))
-        kernels.begin(context)
-        operator.forward(context)
-        outputs.append(kernels.arithmetic.to_host(y))
-    assert (outputs[0] != outputs[1]).any()
-    np.testing.assert_array_equal(outputs[0], outputs[2])
 
 
 def step(kernels: KernelSet, *, synchronised: bool) -> tuple[list[np.ndarray], set[str]]:
