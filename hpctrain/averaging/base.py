@@ -503,13 +503,6 @@ class Strategy(ABC):
         """
         return None
 
-    def cycle(self, schedule: CollectiveSchedule) -> tuple[tuple[int, CollectiveSchedule], ...]:
-        """Return the schedule of each kind of step, with the number of such steps in a cycle, for predictions.
-
-        All groups of a network have cycles of the same kinds. By default, all steps post the operations of `schedule`.
-        """
-        return ((1, schedule),)
-
     def accepts(self, stored: CollectiveSchedule | None) -> bool:
         """Return whether a stored schedule is for the same strategy, options, parameters and number of ranks."""
         return stored is not None and (stored.request, stored.ranks) == (self.request(), self.group.ranks)

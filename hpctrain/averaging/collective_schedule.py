@@ -164,37 +164,11 @@ class CollectiveSchedule:
             lines.append(f"{operation.kind}{where} on {operation.stream}")
         return lines
 
-    def exchanged(self, rank: int, samples: Sequence[int]) -> Mapping[OperationKind, int]:
-        """Return the number of elements that a rank exchanges with other ranks in a step, by kind. Norms are not counted.
-
-        In a message with positions, each element counts twice. For compressed slices, the numbers are those of a step after the
-        warm-up.
-
-        Args:
-            rank: rank whose elements are counted.
-            samples: samples of the step, by rank.
-        """
-        moving = [operation for operation in self.operations if operation.kind is not OperationKind.NORMS]
-        elements: dict[OperationKind, int] = dict.fromkeys((operation.kind for operation in moving), 0)
-        for operation in moving:
-            piece = self.slices[operation.slice]
-            others = piece.size - piece.owned_size(rank, self.ranks)
-            if operation.kind is OperationKind.ALLREDUCE:
-                others *= 2
-            elif operation.kind is OperationKind.INPUTS:  # columns of this rank's samples that other ranks own
-                layer = [self.slices[k] for k in layer_slices(self.slices, operation.slice)]
-                others = sum(samples[rank] * (part.size - part.owned_size(rank, self.ranks)) // part.unit for part in layer)
-            elif operation.kind is OperationKind.ERRORS:
-                others = (sum(samples) - samples[rank]) * piece.unit
-            elif operation.kind is OperationKind.SPARSE:
-                others = 2 * _exchanged_pairs(piece, piece.owned_size(rank, self.ranks))
-            elements[operation.kind] += others
-        return elements
-
     def exchanged_by_rank(self, samples: Sequence[int]) -> tuple[int, ...]:
         """Return the number of elements of all kinds that each rank exchanges with other ranks in a step. Norms are not counted.
 
-        The numbers are the sums of `exchanged`, computed in O(operations + ranks).
+        In a message with positions, each element counts twice. For compressed slices, the numbers are those of a step after the
+        warm-up. They are computed in O(operations + ranks).
         """
         of_rank, of_sample = _Elements(self.ranks), _Elements(self.ranks)
         of_rank.add(self._pairs_by_rank(), 2)

@@ -45,8 +45,6 @@ class ParallelPlan:
         default: use of layers that match no pattern.
         use: use by pattern, in order. A layer follows the last pattern that matches its dotted name; "*" also matches dots.
         tiles: (vertical, horizontal) tiles of an image under DOMAIN, whose product is `rows`; None: all ranks split the height.
-        hides: whether gradients of moved tensors are sent back while the weights' gradients are computed; False only to measure
-            the gain.
 
     Raises:
         ConfigError: rows or cols is below 1, a use is unknown, or the product of the tiles is not `rows`.
@@ -57,7 +55,6 @@ class ParallelPlan:
     default: Parallelism = Parallelism.BATCH
     use: Mapping[str, Parallelism] = field(default_factory=dict)
     tiles: Pair | None = None
-    hides: bool = True
 
     def __post_init__(self) -> None:
         for key, size in (("rows", self.rows), ("cols", self.cols)):

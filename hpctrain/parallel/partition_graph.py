@@ -169,7 +169,7 @@ class _Partitioner:
         # The gradient of a moved input is sent back. If it is computed first, this overlaps with the weights' gradients. If
         # nothing was moved, the weights' gradients come first, because their averaging can then start earlier.
         just_moved = any(step.move is not None and step.output in inputs for step in self._steps[-1:])
-        input_first = just_moved and self._plan.hides and isinstance(node.spec, _EITHER_ORDER)
+        input_first = just_moved and isinstance(node.spec, _EITHER_ORDER)
         use = self._plan.use_of(node.name)
         summands = layout.everything(sharding.writes.shape, self._context.ranks)
         computed = self._new(summands if sharding.summed else sharding.writes)

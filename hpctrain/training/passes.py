@@ -70,12 +70,9 @@ def ranks_fault(shards: int, ranks: int) -> str | None:
     """Return the error message for a number of ranks that does not divide the number of shards; None if it does."""
     if shards % ranks == 0:
         return None
-    fitting = [fewer for fewer in range(1, shards + 1) if shards % fewer == 0]
-    below, above = max(one for one in fitting if one < ranks), [one for one in fitting if one > ranks]
-    nearest = f"{below} or {above[0]}" if above else str(below)
     return (
-        f"exact.shards is {shards}, which {ranks} ranks cannot share evenly; start {nearest} ranks, or set exact.shards to "
-        f"{ranks * -(-shards // ranks)}, which changes the bits."
+        f"exact.shards is {shards}, which {ranks} ranks cannot share evenly; start a number of ranks that divides it, or set "
+        f"exact.shards to {ranks * -(-shards // ranks)}, which changes the bits."
     )
 
 

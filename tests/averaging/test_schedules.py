@@ -46,7 +46,7 @@ from hpctrain.nn.parameter import GroupLayout, ParameterSpec
 from hpctrain.optim.base import NormsNeeded
 from hpctrain.optim.optimizers import Sgd
 from hpctrain_testing.virtual.run import lone_rank, run_virtual, virtual_engine
-from tests.support.averaging import STRATEGIES, averaged, make, make_group, planned
+from tests.support.averaging import STRATEGIES, averaged, exchanged, make, make_group, planned
 
 
 def _schedule(strategy: str, ranks: int = 3, optimizer: str = "clipping") -> CollectiveSchedule:
@@ -110,7 +110,7 @@ def test_each_slice_is_reduced_before_it_is_gathered(strategy: str, optimizer: s
 def test_exchanged_counts_one_allreduce_as_two_ways() -> None:
     slices = (Slice("x", 0, 10, 0, ("x",)),)
     schedule = CollectiveSchedule("x", 4, slices, (Operation(OperationKind.ALLREDUCE, 0, Stream.GRADIENTS),))
-    assert [schedule.exchanged(rank, (1,) * 4)[OperationKind.ALLREDUCE] for rank in range(4)] == [14, 14, 16, 16]
+    assert [exchanged(schedule, rank, (1,) * 4)[OperationKind.ALLREDUCE] for rank in range(4)] == [14, 14, 16, 16]
 
 
 COMPRESSED = tuple(
@@ -142,7 +142,7 @@ def test_a_compressed_slice_exchanges_its_largest_elements_with_their_positions(
     for rank in range(ranks):
         number = rank // nodes
         assert schedule.slices[0].owned_size(rank, ranks) == counts[number]
-        by_kind = schedule.exchanged(rank, samples)
+        by_kind = exchanged(schedule, rank, samples)
         within = size - counts[number]
         assert (by_kind[OperationKind.REDUCE_SCATTER], by_kind[OperationKind.ALLGATHER]) == (within, within)
         assert by_kind[OperationKind.SPARSE] == 2 * pairs[number]
@@ -428,7 +428,7 @@ def test_arrays_of_a_device_are_exchanged_only_where_it_is_asked_for(kind: type[
 def test_vgg16_moves_what_an_allreduce_moves(ranks: int) -> None:
     schedule, n = _vgg16_schedule(ranks, "never"), 138_357_544
     samples = (256 // ranks,) * ranks
-    moved = [schedule.exchanged(rank, samples) for rank in range(ranks)]
+    moved = [exchanged(schedule, rank, samples) for rank in range(ranks)]
     assert sum(sum(each.values()) for each in moved) == 2 * (ranks - 1) * n
     own = [sum(end - begin for begin, end in (each.part(rank, ranks) for each in schedule.slices)) for rank in range(ranks)]
     for rank, each in enumerate(moved):
@@ -443,7 +443,7 @@ def test_vgg16_moves_less_where_linear_layers_exchange_inputs_and_errors(ranks: 
     b = batch // ranks
     linear = ((25088, 4096), (4096, 4096), (4096, 1000))
     n = 138_357_544 - sum(k * m + m for k, m in linear)
-    moved = [sum(schedule.exchanged(rank, (b,) * ranks).values()) for rank in range(ranks)]
+    moved = [sum(exchanged(schedule, rank, (b,) * ranks).values()) for rank in range(ranks)]
     # Over all ranks, in integers: the inputs' term needs no rounding, as P divides every K.
     expected = (ranks - 1) * (2 * n + sum(k * b + m * batch + k * m for k, m in linear))
     assert sum(moved) == expected

@@ -28,7 +28,18 @@ from hpctrain.optim.optimizers import Lars, Sgd
 from hpctrain_testing.virtual.communicator import ThreadCommunicator
 from hpctrain_testing.virtual.counters import Counters, CountingCommunicator
 from hpctrain_testing.virtual.run import run_virtual, virtual_engine, wait
-from tests.support.averaging import LR, OraclePart, SparseOracle, averaged, make_group, one_step, run_steps, shares, watched
+from tests.support.averaging import (
+    LR,
+    OraclePart,
+    SparseOracle,
+    averaged,
+    exchanged,
+    make_group,
+    one_step,
+    run_steps,
+    shares,
+    watched,
+)
 
 PLACES = {
     "2 of 1": (0, 1),
@@ -178,7 +189,7 @@ def test_a_step_sends_what_its_schedule_says(nodes: tuple[int, ...], warmup_step
         return counters.since(before), schedule, position
 
     for counters, schedule, position in run_virtual(ranks, program):
-        expected = schedule.exchanged(position, shares(7, ranks))
+        expected = exchanged(schedule, position, shares(7, ranks))
         names = {name for name, _ in counters}
         sparse = sum(counters.total(name).exchanged_bytes for name in names if "nodes across nodes" in name)
         assert sparse == PAIR_BYTES * expected[OperationKind.SPARSE] // 2

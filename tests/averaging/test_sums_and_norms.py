@@ -32,7 +32,7 @@ from hpctrain.optim.optimizers import Lars, Sgd
 from hpctrain_testing.virtual.communicator import ThreadCommunicator
 from hpctrain_testing.virtual.counters import Counters, CountingCommunicator
 from hpctrain_testing.virtual.run import lone_rank, run_virtual, virtual_engine
-from tests.support.averaging import HIDDEN, INPUTS, OUTPUTS, STRATEGIES, averaged, make_group, one_step, shares
+from tests.support.averaging import HIDDEN, INPUTS, OUTPUTS, STRATEGIES, averaged, exchanged, make_group, one_step, shares
 
 GRID_SAMPLES, GRID_STEPS = 7, 6
 
@@ -464,7 +464,7 @@ def _count(strategy: str, ranks: int, clip_norm: float | None = None) -> list[tu
         one_step(averager, 7)
         averager.drain()
         assert averager.schedule is not None
-        return counters.since(before), dict(averager.schedule.exchanged(comm.rank, shares(7, ranks)))
+        return counters.since(before), dict(exchanged(averager.schedule, comm.rank, shares(7, ranks)))
 
     return run_virtual(ranks, program)
 

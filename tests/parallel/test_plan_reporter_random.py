@@ -105,7 +105,6 @@ def draw_task(seed: int, rows: int, cols: int) -> Task:
         chance.choice([B, M, D]),
         use,
         (vertical, rows // vertical),
-        frozenset(name for name in names if chance.random() < 0.4),
     )
     batch = chance.choice([1, 1, 2, cols, rows * cols - 1, rows * cols + 3])
     shape = (11, 7, 3)

@@ -242,7 +242,7 @@ def _drawn_plan(chance: random.Random, ranks: int, model: Layer) -> ParallelPlan
     vertical = chance.choice([ranks, ranks, *(n for n in range(1, ranks + 1) if ranks % n == 0)])
     second = chance.choice([Parallelism.DOMAIN, Parallelism.DOMAIN, Parallelism.MODEL, Parallelism.BATCH])
     use = {"second": second} if "second" in model.children() else {}
-    return ParallelPlan(ranks, 1, Parallelism.DOMAIN, use, (vertical, ranks // vertical), hides=chance.random() < 0.9)
+    return ParallelPlan(ranks, 1, Parallelism.DOMAIN, use, (vertical, ranks // vertical))
 
 
 def _layer_trial(seed: int) -> tuple[random.Random, Layer, tuple[int, int, int]]:

@@ -462,7 +462,7 @@ def test_a_resume_with_another_order_is_refused(sharded_file: Path, override: st
 
 
 def test_ranks_that_cannot_share_the_shards_out_are_refused(sharded_file: Path) -> None:
-    with pytest.raises(ConfigError, match=r"exact\.shards is 12, which 5 ranks cannot share evenly; start 4 or 6 ranks"):
+    with pytest.raises(ConfigError, match=r"exact\.shards is 12, which 5 ranks cannot share evenly; start a number"):
         train_virtual(5, sharded_file, f"output={sharded_file.parent / 'runs'}")
 
 

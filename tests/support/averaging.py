@@ -14,8 +14,9 @@ import numpy as np
 
 from hpctrain.averaging.averagers import make_averager
 from hpctrain.averaging.base import Agreement, AveragerSetup, GradientAverager, PlannedGroup, Strategy
-from hpctrain.averaging.collective_schedule import CollectiveSchedule
+from hpctrain.averaging.collective_schedule import CollectiveSchedule, OperationKind
 from hpctrain.averaging.group_sums import JointNorms
+from hpctrain.averaging.slicing import layer_slices
 from hpctrain.averaging.strategies.blocking import Blocking
 from hpctrain.averaging.strategies.bucketed import Bucketed
 from hpctrain.averaging.strategies.lazy import Lazy
@@ -404,3 +405,26 @@ def watched(kind: type[Strategy]) -> type[Strategy]:
             return Watched(super().averager(setup, agreement))
 
     return WatchedStrategy
+
+
+def exchanged(schedule: CollectiveSchedule, rank: int, samples: Sequence[int]) -> dict[OperationKind, int]:
+    """The elements that one rank exchanges in a step, by kind, operation by operation; without norms."""
+    moving = [operation for operation in schedule.operations if operation.kind is not OperationKind.NORMS]
+    elements = dict.fromkeys((operation.kind for operation in moving), 0)
+    slices, ranks = schedule.slices, schedule.ranks
+    for operation in moving:
+        piece = slices[operation.slice]
+        owned = piece.owned_size(rank, ranks)
+        others = piece.size - owned
+        if operation.kind is OperationKind.ALLREDUCE:
+            others *= 2
+        elif operation.kind is OperationKind.INPUTS:  # columns of this rank's samples that other ranks own
+            layer = [slices[k] for k in layer_slices(slices, operation.slice)]
+            others = sum(samples[rank] * (part.size - part.owned_size(rank, ranks)) // part.unit for part in layer)
+        elif operation.kind is OperationKind.ERRORS:
+            others = (sum(samples) - samples[rank]) * piece.unit
+        elif operation.kind is OperationKind.SPARSE:  # values and positions
+            assert piece.compression is not None
+            others = 2 * (piece.compression.nodes - 1) * piece.compression.kept(owned)
+        elements[operation.kind] += others
+    return elements

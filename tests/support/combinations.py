@@ -67,7 +67,6 @@ _DIVIDING = ("adam", "adamw", "lamb")
 _HIDES_NOTHING = {
     "replan": "no",
     "window": "default",
-    "hides": "no",
     "messages": "prompt",
     "device": "host",
     "transport": "staged",

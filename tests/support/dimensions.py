@@ -87,7 +87,6 @@ DIMENSIONS: Mapping[str, Mapping[str, Any]] = {
     },
     "batch": {"8": 8, "3": 3},  # of 19 samples, so that an epoch ends with 3 or 1: fewer than ranks
     "tiles": {"rows": None, "columns": (1, 0), "both": (2, 2)},  # 0: as many as the grid has rows
-    "hides": {"yes": True, "no": False},
     "slices": {"default": None, "tiny": (100, 40), "small": (1500, 400)},  # bucket_bytes, slice_parameters
     "window": {"default": None, "1": 1, "3": 3},
     "fc_exchange": {"default": None, "always": "always", "never": "never"},
@@ -278,9 +277,7 @@ def parallel_plan(row: Row) -> ParallelPlan:
     tiles = value_of(row, "tiles")
     if tiles is not None:
         tiles = (tiles[0], tiles[1] or rows)
-    plan = ParallelPlan(
-        rows, cols, _D if mixed else Parallelism(use), net.mixed if mixed else {}, tiles, hides=value_of(row, "hides")
-    )
+    plan = ParallelPlan(rows, cols, _D if mixed else Parallelism(use), net.mixed if mixed else {}, tiles)
     plan.check([node.name for node in graph_of(row.get("net", VALUES["net"][0])).nodes])
     return plan
 
@@ -391,7 +388,7 @@ DATA = ("data", "grid")
 
 DEVICE = ("averager", "wire_parameters", "mixing", "exact", "grid", "device", "transport")
 
-PLANNING = ("grid", "plan", "net", "tiles", "hides")
+PLANNING = ("grid", "plan", "net", "tiles")
 
 SIZING = ("net", "image_sizes")
 

@@ -219,11 +219,11 @@ def test_an_evaluation_has_the_bits_of_one_rank(flip: bool) -> None:
     [
         (
             {"exact_shards": 8},
-            "exact.shards is 8, which 3 ranks cannot share evenly; start 2 or 4 ranks, or set .* 9",
+            "exact.shards is 8, which 3 ranks cannot share evenly; start a number of ranks that divides it, or set .* 9",
         ),
         (
             {"exact_shards": 2},
-            "exact.shards is 2, which 3 ranks cannot share evenly; start 2 ranks, or set .* 3",
+            "exact.shards is 2, which 3 ranks cannot share evenly; start a number of ranks that divides it, or set .* 3",
         ),
         ({"exact_shards": 0}, "must be at least 1"),
         ({"model": nets.residual}, "bn1 computes batch statistics over all ranks"),

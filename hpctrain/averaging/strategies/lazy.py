@@ -20,13 +20,9 @@ import numpy as np
 
 from hpctrain.averaging.base import Agreement, AveragerSetup, GradientAverager, PlannedGroup, StrategyCosts, check_at_least_one
 from hpctrain.averaging.collective_schedule import (
-    ALL_SLICES,
-    CollectiveSchedule,
     EventKind,
-    Operation,
     OperationKind,
     Stream,
-    covered_slices,
 )
 from hpctrain.averaging.reduce_scatter import ReduceScatterAverager
 from hpctrain.averaging.strategies.sharded import Sharded, ShardedOptions
@@ -372,25 +368,8 @@ class Lazy(Sharded):
     @classmethod
     def costs(cls, options: Any) -> StrategyCosts:
         """Return the costs of a step that averages all layers."""
-        differ = (
-            f"Schedules and bytes of lazy are for a step that averages all layers without checking the interval; predicted steps "
-            f"are the mean at the largest interval, {options.max_interval} steps, which a training may reach late or never."
-        )
+        differ = "Schedules, bytes and steps of lazy are for a step that averages all layers without checking the interval."
         return replace(super().costs(options), note=None if options.max_interval == 1 else differ)
-
-    def cycle(self, schedule: CollectiveSchedule) -> tuple[tuple[int, CollectiveSchedule], ...]:
-        """Return the steps of a cycle at the largest interval: without front layers, with them, and with a check of the interval.
-
-        The check's second reduce-scatter of the front layers follows all other operations.
-        """
-        interval, check_every = self.options.max_interval, self.options.check_every
-        if interval == 1:
-            return ((1, schedule),)
-        front = [k for k, piece in enumerate(schedule.slices) if piece.parameters[0] in self._lazy]
-        again = tuple(Operation(OperationKind.REDUCE_SCATTER, k, Stream.GRADIENTS) for k in reversed(front))
-        compared = replace(schedule, operations=(*schedule.operations, *again))
-        kinds = ((check_every * (interval - 1), _without(schedule, front)), (check_every - 1, schedule), (1, compared))
-        return tuple((many, of_kind) for many, of_kind in kinds if many)
 
     def words(self) -> str:
         _, _, options = super().words().partition(", ")
@@ -406,21 +385,6 @@ class Lazy(Sharded):
             assert not self.group.several_groups, "the groups of a network must share their interval"
             interval = self.shared(setup.comm, setup.progress, 1)
         return LazyAverager(setup, agreement, lazy=self._lazy, interval=interval, **self.averager_arguments(agreement))
-
-
-def _without(schedule: CollectiveSchedule, left_out: Collection[int]) -> CollectiveSchedule:
-    """Return a schedule without some slices. Norms of a group of slices remain if any of these slices does."""
-    remaining = [k for k in range(len(schedule.slices)) if k not in left_out]
-    index = {k: place for place, k in enumerate(remaining)}
-    first = {k: next((one for one in of_group if one in index), None) for k, of_group in covered_slices(schedule).items()}
-    operations = []
-    for operation in schedule.operations:
-        k = first[operation.slice] if operation.kind is OperationKind.NORMS else operation.slice
-        if operation.slice == ALL_SLICES:
-            operations.append(operation)
-        elif k in index:
-            operations.append(replace(operation, slice=index[k]))
-    return replace(schedule, slices=tuple(schedule.slices[k] for k in remaining), operations=tuple(operations))
 
 
 def _front(group: PlannedGroup, layers: int) -> frozenset[str]:

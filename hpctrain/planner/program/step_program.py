@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -49,12 +49,10 @@ from hpctrain.planner.simulation.tasks import (
     NeedsParameters,
     Prediction,
     RankClass,
-    SimulatedStep,
     SimulationOptions,
     StepProgram,
     Task,
 )
-from hpctrain.trace.time_table import merge
 from hpctrain.training.passes import Passes
 from hpctrain.training.weight_watch import AgreedChecksums, alike_positions
 
@@ -385,7 +383,6 @@ class _Builder:
             levels=strategy.levels,
             rounding=strategy.rounding,
             shards=self._job.shards,
-            cycle=() if schedule is None else strategy.cycle(schedule),
         )
 
     def _times(self, key: str, strategy: Strategy, tasks: Sequence[tuple[Task, ...]]) -> Times:
@@ -443,32 +440,9 @@ def predict(
 ) -> Prediction:
     """Predict a candidate's step by simulation, the maximum memory of a rank, and the exchanged bytes.
 
-    If the steps of a cycle differ, the times and bytes are means over a cycle, and the events are those of the last kind of step.
-
     Raises:
         HpctrainError: the candidate cannot run this job.
     """
     program = step_program(job, candidate, machine, costs)
-    steps = [(many, simulate(one, machine, options), exchanged_bytes(one)) for many, one in kinds_of_steps(program)]
-    weights = [many for many, _, _ in steps]
-    seconds = sum(many * step.seconds for many, step, _ in steps) / sum(weights)
-    n_bytes = sum(many * of_step for many, _, of_step in steps) / sum(weights)
-    table = merge([step.table for _, step, _ in steps], {}, weights) if len(steps) > 1 else steps[0][1].table
     memory = max(of_class.memory_bytes for of_class in program.classes)
-    return Prediction(SimulatedStep(seconds, table, steps[-1][1].events), memory, round(n_bytes), costs.measured_share())
-
-
-def kinds_of_steps(program: StepProgram) -> list[tuple[int, StepProgram]]:
-    """Return the program of each kind of step, with the number of such steps in a cycle."""
-    cycles = [group.cycle for group in program.groups.values() if len(group.cycle) > 1]
-    if not cycles:
-        return [(1, program)]
-    assert all([many for many, _ in cycle] == [many for many, _ in cycles[0]] for cycle in cycles), "cycles differ"
-    kinds = []
-    for number, (many, _) in enumerate(cycles[0]):
-        groups = {
-            key: replace(group, schedule=group.cycle[number][1], cycle=()) if len(group.cycle) > 1 else group
-            for key, group in program.groups.items()
-        }
-        kinds.append((many, replace(program, groups=groups)))
-    return kinds
+    return Prediction(simulate(program, machine, options), memory, exchanged_bytes(program), costs.measured_share())

@@ -141,7 +141,6 @@ class AveragedGroup:
         members: names of the classes with ranks in one such group.
         samples: samples of the step, by rank of the group.
         shards: number of shards whose sums have a fixed order; None: one sum per rank.
-        cycle: schedule of each kind of step, with the number of such steps in a cycle; empty: all steps have `schedule`.
     """
 
     name: str
@@ -154,7 +153,6 @@ class AveragedGroup:
     levels: Levels | None = None
     rounding: Rounding | None = None
     shards: int | None = None
-    cycle: tuple[tuple[int, CollectiveSchedule], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -186,7 +184,7 @@ class SimulationOptions:
 
 @dataclass(frozen=True)
 class SimulatedStep:
-    """Result of the last simulated step, or means over the kinds of steps of a cycle.
+    """Result of the last simulated step.
 
     Attributes:
         seconds: time of the slowest class.
@@ -209,7 +207,7 @@ class Prediction:
 
     Attributes:
         memory_bytes: maximum memory of a rank.
-        exchanged_bytes: mean bytes per step that all ranks exchange.
+        exchanged_bytes: bytes per step that all ranks exchange.
         measured_share: share of the compute seconds that comes from measured times; the rest comes from rates.
     """
 

@@ -33,6 +33,7 @@ from hpctrain.planner.costs.machine import Link, LinkSegment, Machine
 from hpctrain.planner.costs.operator_work import is_move, move_traffic
 from hpctrain.planner.job import AveragerChoice
 from hpctrain.planner.search.averaging_costs import AveragedParts, AveragingCosts, LinearSize
+from tests.support.averaging import exchanged
 from tests.support.simulated import machine_of
 
 ALPHA, BETA = 3e-6, 1 / 5e9
@@ -80,7 +81,7 @@ def test_bytes_are_those_that_the_schedule_counts(ranks: int, n_bytes: int) -> N
     piece = Slice("s", 0, n_bytes // 4, 0, ("p",))
     kinds = (OperationKind.REDUCE_SCATTER, OperationKind.ALLGATHER, OperationKind.ALLREDUCE)
     schedule = CollectiveSchedule("r", ranks, (piece,), tuple(Operation(kind, 0, Stream.GRADIENTS) for kind in kinds))
-    counted = schedule.exchanged(0, [1] * ranks)
+    counted = exchanged(schedule, 0, [1] * ranks)
     for kind in kinds:
         found = stages(machine(), kind, n_bytes, GroupPlacement(ranks, ranks, 1))
         assert wire_bytes(found) == 4 * counted[kind]

@@ -12,7 +12,6 @@ from functools import partial
 import pytest
 
 from hpctrain.averaging.collective_schedule import EventKind
-from hpctrain.averaging.strategies import lazy
 from hpctrain.averaging.strategies.sharded import Sharded
 from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
 from hpctrain.backend.specs import BatchNormSpec
@@ -37,7 +36,6 @@ from hpctrain.planner.program.step_program import (
     RankMemory,
     alike_ranks,
     exchanged_bytes,
-    predict,
     rank_memory,
     statistics_size,
     step_program,
@@ -53,14 +51,12 @@ from hpctrain.planner.simulation.tasks import (
     StepProgram,
 )
 from hpctrain.trace.tracer import HOOKS
-from hpctrain_testing.virtual.communicator import ThreadCommunicator
-from hpctrain_testing.virtual.counters import Counters, CountingCommunicator
 from hpctrain_testing.virtual.run import run_virtual, virtual_engine
 from tests.parallel.test_plan_reporter_random import draw_task
 from tests.support import nets
-from tests.support.planned import UNCOUNTED, Event, candidate_of, events_of, job_of, machine, observe
+from tests.support.planned import Event, candidate_of, events_of, job_of, machine, observe
 from tests.support.sampling import amount
-from tests.support.training import Task, batches, replica_of
+from tests.support.training import Task, replica_of
 
 B, M, D = Parallelism
 
@@ -279,44 +275,6 @@ def test_additions_and_smaller_parts_make_an_exact_step_longer() -> None:
     assert one > 0.0
     assert seven == pytest.approx(7 * one)
     assert whole < halves < eighths
-
-
-@pytest.mark.parametrize(("rows", "cols"), [(1, 1), (1, 3), (2, 2)])
-@pytest.mark.parametrize("optimizer", [Sgd, Lamb])
-def test_a_cycle_of_lazy_has_the_bytes_of_its_steps(
-    rows: int, cols: int, optimizer: Callable[[], Optimizer], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The prediction does not send all layers in each step, and it includes the checks of the interval."""
-    monkeypatch.setattr(lazy, "next_interval", lambda *numbers: numbers[-1])  # the interval grows at once and remains
-    use = Parallelism.MODEL if rows > 1 else Parallelism.BATCH
-    task = replace(task_of(rows, cols, use), optimizer=optimizer, samples=11 * 11, steps=11)
-    options: dict[str, object] = {"layers": 2, "max_interval": 3, "check_every": 2, "bucket_bytes": 200, "replan": False}
-
-    def counted(comm: ThreadCommunicator) -> int:
-        counters = Counters()
-        on_wire = CountingCommunicator(comm, counters)
-        replica = replica_of(task, on_wire, virtual_engine(comm), lazy.Lazy, nominal_batch=task.batch, **options)
-        sent = []
-        for batch in batches(task, replica.groups.position, comm.size, replica.tiles):
-            replica.step(batch, task.lr)
-            replica.drain()
-            replica.settle()
-            sent.append(averaging_only(counters))
-        return sent[10] - sent[4]  # without, without, with front layers; without, without, with a check of the interval
-
-    def averaging_only(counters: Counters) -> int:
-        counts = counters.snapshot()
-        names = [key for key in counts if key[0] not in UNCOUNTED and not key[0].endswith("interval")]
-        return sum(counts[key].exchanged_bytes for key in names)
-
-    of_cycle = sum(run_virtual(rows * cols, counted))
-    nodes = machine(rows * cols)
-    predicted = predict(job_of(task), candidate_of(task, "lazy", options), nodes, RateCosts(nodes))
-    assert predicted.exchanged_bytes == round(of_cycle / 6)
-    whole = predict(job_of(task), candidate_of(task, "lazy", {**options, "max_interval": 1}), nodes, RateCosts(nodes))
-    if cols * rows > 1:
-        assert predicted.exchanged_bytes < whole.exchanged_bytes
-        assert predicted.step.seconds < whole.step.seconds
 
 
 @pytest.mark.slow
