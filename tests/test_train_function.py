@@ -159,18 +159,13 @@ def test_a_callback_stops_a_run_which_resumes_to_the_bits_of_one_that_was_not_st
     assert_same_bits(resumed.directory, hpctrain.train(config).directory)
 
 
-def test_a_finished_run_trains_for_more_epochs_at_a_rate_that_it_names(
-    config: dict[str, Any], capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A resume with more epochs reports the learning rate if it changes."""
+def test_a_finished_run_trains_for_more_epochs(config: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
     config["schedule"] = {"name": "cosine"}
     done = hpctrain.train(config, epochs=2)
     hpctrain.train(config, epochs=2, resume=done.directory)
     assert "give a larger number of epochs to train further, such as epochs=7\n" in capsys.readouterr().out
     more = hpctrain.train(config, epochs=4, resume=done.directory)
     assert (more.epochs, more.history[1]["lr"]) == (4, done.history[1]["lr"])
-    line = "learning rate 0.005 from here (cosine over 4 epochs); 0 with the checkpoint's values; for another one, set"
-    assert line in " ".join(capsys.readouterr().out.split())
     constant = {"schedule": "constant", "optimizer.lr": 0.001}
     last = hpctrain.train(config, epochs=5, resume=more.directory, **constant)
     assert last.history[-1]["lr"] == 0.001

@@ -20,7 +20,7 @@ from hpctrain.assembly.images import EVALUATION_IMAGES
 from hpctrain.assembly.recipe import describe
 from hpctrain.comm.base import raise_on_all_ranks
 from hpctrain.config.load import dump
-from hpctrain.config.schema import CheckpointConfig, Config
+from hpctrain.config.schema import CheckpointConfig
 from hpctrain.core import user_code
 from hpctrain.core.errors import CheckpointError, DivergedError
 from hpctrain.core.text import loss_text
@@ -123,35 +123,6 @@ def spared(evaluations: Collection[StepEvaluation], measure: str, by_age: Sequen
     oldest = min(by_age[-keep:], default=-1)
     until = [step for step in by_age if step <= oldest]
     return {best.step for steps in (by_age, until) if (best := best_of(evaluations, measure, steps)) is not None}
-
-
-def nothing_to_choose(config: Config, steps_per_epoch: int) -> str | None:
-    """Return why `checkpoint.best` has no effect; None if it has an effect or was not set.
-
-    Possible reasons: no evaluations, no checkpoints, or a single candidate.
-    """
-    settings = config.checkpoint
-    if "best" not in settings.model_fields_set or settings.best == NONE or not config.epochs:
-        return None
-    if config.data.evaluated is None:
-        reason = "neither data.validation nor data.test is set, so nothing is evaluated"
-    elif not settings.every_epochs and not settings.every_steps:
-        reason = "checkpoint.every_epochs and every_steps are 0, so no checkpoints are written"
-    elif not config.evaluate.every_epochs:
-        reason = "evaluate.every_epochs is 0, so only the end of the run is evaluated"
-    elif config.epochs > 1 and not any(_is_candidate(config, epoch, steps_per_epoch) for epoch in range(1, config.epochs)):
-        reason = f"no epoch before the last of {config.epochs} has both an evaluation and a checkpoint"
-    else:
-        return None
-    return f"checkpoint.best is {settings.best}, but {reason}; only the newest checkpoints are kept"
-
-
-def _is_candidate(config: Config, epoch: int, steps_per_epoch: int) -> bool:
-    """Return whether an epoch before the last one ends with both an evaluation and a checkpoint."""
-    settings = config.checkpoint
-    saves = settings.every_epochs and epoch % settings.every_epochs == 0
-    saves = saves or (settings.every_steps and epoch * steps_per_epoch % settings.every_steps == 0)
-    return bool(saves) and epoch % config.evaluate.every_epochs == 0
 
 
 class BestCheckpoint:

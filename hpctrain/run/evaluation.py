@@ -38,7 +38,7 @@ from hpctrain.run.build import make_replica
 from hpctrain.run.data_cache import give_levels
 from hpctrain.run.images import make_loader, open_alike
 from hpctrain.run.resume import check_model, data_of, find_checkpoint, stored_config
-from hpctrain.runs.directory import RunDirectory, run_of, similar_name
+from hpctrain.runs.directory import RunDirectory, run_of
 from hpctrain.storage.checkpoint import CheckpointContent
 from hpctrain.training.evaluation import ConfusionCounts, ConfusionMatrix, TopClasses, predict
 from hpctrain.training.metrics import Reporter, RunningSums
@@ -151,8 +151,7 @@ def existing_checkpoint(session: Session, source: str) -> tuple[Path, Checkpoint
     output, name = session.config.output, session.config.name
     there = find_checkpoint(session.world, output, name, source)
     if there is None:
-        near = similar_name(Path(output), name)
-        raise CheckpointError(f"No run of {name!r} in {Path(output).absolute()} has a checkpoint; train one first{near}.")
+        raise CheckpointError(f"No run of {name!r} in {Path(output).absolute()} has a checkpoint; train one first.")
     keep_log(there[0], session.world.rank)
     return there
 

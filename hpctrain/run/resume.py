@@ -7,7 +7,6 @@ the checkpoint was written are checked by `config/resume_rules.py`, reported and
 from __future__ import annotations
 
 import logging
-import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -355,31 +354,8 @@ def describe(position: Position, samples: int) -> str:
     return f"epoch {position.epoch + 1}, step {position.global_step}, {done}"
 
 
-def rate_words(start: Start, config: Config, samples: int) -> list[str]:
-    """Return parts of a line on a learning rate that differs from that of the checkpoint's configuration; empty if it does not.
-
-    An example is a cosine that was at its end, and is now resumed with more epochs.
-
-    Args:
-        samples: number of samples of an epoch.
-    """
-
-    def rate(values: Config) -> float:
-        schedule = Recipe(values).schedule(samples)
-        return schedule.rate(start.position.in_steps(samples, values.batch), start.position.plateau)
-
-    stored, before, after = stored_config(start.content, config), math.nan, rate(config)
-    with suppress(HpctrainError):  # the stored schedule may belong to user code that is not loaded
-        before = after if stored is None else rate(stored)
-    if math.isnan(before) or math.isclose(before, after, rel_tol=0.01):
-        return []
-    epochs = f"{config.schedule.name} over {counted(config.epochs, 'epoch')}"
-    advice = ["for another one, set schedule=constant and optimizer.lr"] if after > before else []
-    return [f"learning rate {after:.3g} from here ({epochs})", f"{before:.3g} with the checkpoint's values", *advice]
-
-
 def introduce(start: Start, config: Config, samples: int, reporter: Reporter) -> None:
-    """Report and record the position at which the run resumes, each change, and its effect on the learning rate."""
+    """Report and record the position at which the run resumes, and each change."""
     position = start.position
     epochs, over = config.epochs, position.samples == samples
     if start.directory is None:
@@ -392,8 +368,6 @@ def introduce(start: Start, config: Config, samples: int, reporter: Reporter) ->
         reporter.say(f"resumed at {describe(position, samples)}")
     for change in start.changes:
         reporter.say(f"  {change}")
-    if position.epoch + over < epochs and (words := rate_words(start, config, samples)):
-        reporter.say("; ".join(words))
     reporter.record(
         "resume",
         {

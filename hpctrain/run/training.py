@@ -9,7 +9,7 @@ import contextlib
 import math
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -43,7 +43,7 @@ from hpctrain.launch.signals import SignalWatch
 from hpctrain.run import accounts, reproducibility
 from hpctrain.run.accounts import DataAccount, ReadReport, RunHashes
 from hpctrain.run.build import TrainingSetup, build, build_trainer, describe_frozen, keep_choice, start_from_weights
-from hpctrain.run.checkpoints import RunCheckpoints, nothing_to_choose, rollback
+from hpctrain.run.checkpoints import RunCheckpoints, rollback
 from hpctrain.run.messages import set_progress
 from hpctrain.run.result import EpochCallback
 from hpctrain.run.resume import Start, find_start, introduce
@@ -280,7 +280,7 @@ def _run_phases(session: Session, watch: SignalWatch, ownership: RunOwnership, a
     reporter = _reporter(session, directory, asked.style, begun)
     try:
         enter(session, RunPhase.INTRODUCE)
-        _introduce(session, setup, reporter, (nothing_to_choose(session.config, len(setup.loader)), limit.sentence))
+        _introduce(session, setup, reporter, limit.sentence)
         _introduce_start(session, setup, reporter, start, asked, directory)
         watch.keeps(partial(kept_clause, directory))
         flight_records.keep(session, directory, reporter)
@@ -487,8 +487,8 @@ def _reporter(session: Session, directory: RunDirectory, style: ProgressStyle | 
     return raise_on_all_ranks(session.world, make)
 
 
-def _introduce(session: Session, setup: TrainingSetup, reporter: Reporter, notes: Iterable[str | None] = ()) -> None:
-    """Report ranks, threads, kernels, model and data of the run, and the notes that are not empty. Collective."""
+def _introduce(session: Session, setup: TrainingSetup, reporter: Reporter, limit: str = "") -> None:
+    """Report ranks, threads, kernels, model, data, and the sentence on the time limit of the run, if any. Collective."""
     config, network = session.config, setup.replica.network
     count = sum(math.prod(spec.shape) for spec in network.parameter_specs.values())
     flops = network.model.flops(TensorSpec((1, *network.image_shape)))
@@ -508,7 +508,7 @@ def _introduce(session: Session, setup: TrainingSetup, reporter: Reporter, notes
     )
     held_out = setup.data.held_out
     reporter.say(data_line(config, setup.loader.sampler.samples, 0 if held_out is None else held_out[0]))
-    for note in filter(None, (describe_frozen(network), *setup.notes, *notes)):
+    for note in filter(None, (describe_frozen(network), *setup.notes, limit)):
         (reporter.warn if note.startswith(WARNING) else reporter.say)(note)
 
 

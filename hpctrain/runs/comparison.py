@@ -51,7 +51,7 @@ _PARAMETERS = "parameters/"
 
 @dataclass(frozen=True)
 class SameBits:
-    """Bitwise comparison of a run with the first run, by hashes or by the tensors of checkpoints.
+    """Bitwise comparison of a run with the first run, by hashes if both have them at a common step, else by checkpoints.
 
     Args:
         step: first step at which both are known to differ, or the latest common step if they never differ; None: there is no
@@ -74,22 +74,12 @@ class SameBits:
         name, first = names[self.run], names[0]
         if self.reason:
             return f"{name}: {self.reason}"
+        at = "up to" if self.by == "hashes" else "at"
         if not self.different:
-            return f"{name}: the same bits as {first} {'up to' if self.by == 'hashes' else 'at'} step {self.step}"
-        return f"{name}: {self._parting_by_hashes(first) if self.by == 'hashes' else self._parting_by_checkpoints(first)}"
-
-    def _parting_by_hashes(self, first: str) -> str:
-        count, first_tensor = len(self.different), key_text(self.different[0])
-        tensors = "the only tensor that differs" if count == 1 else f"the first of {count:,} tensors that differ"
-        if self.same_step is None:
-            return f"other bits than {first} at step {self.step}, the first with hashes of both, in {first_tensor}, {tensors}"
-        same = f"the same bits as {first} up to step {self.same_step}"
-        return f"{same}; first difference by step {self.step} in {first_tensor}, {tensors}"
-
-    def _parting_by_checkpoints(self, first: str) -> str:
-        tensors = counted(len(self.different), "tensor")
-        before = "" if self.same_step is None else f", and the same at step {self.same_step}"
-        return f"other bits than {first} at step {self.step} in {tensors}, {key_text(self.different[0])} first{before}"
+            return f"{name}: the same bits as {first} {at} step {self.step}"
+        before = "" if self.same_step is None else f", and the same {at} step {self.same_step}"
+        tensors = f"{counted(len(self.different), 'tensor')}, {key_text(self.different[0])} first"
+        return f"{name}: other bits than {first} at step {self.step} in {tensors}{before}"
 
 
 @dataclass(frozen=True)
@@ -140,24 +130,17 @@ def key_text(key: str) -> str:
 def _bits(records: Sequence[RunRecord]) -> Iterator[SameBits]:
     first = _stored(records[0])
     for run, record in enumerate(records[1:], 1):
-        other = _stored(record)
         try:
-            by_hashes = _by_hashes(run, records[0], record)
-        except DataError as error:
-            yield SameBits(run, None, reason=str(error), by="hashes")
+            found = _by_hashes(run, records[0], record)
+            if found is None:
+                other = _stored(record)
+                common = sorted(first.keys() & other.keys(), reverse=True)
+                found = _by_checkpoints(run, [(step, first[step], other[step]) for step in common])
+        except (CheckpointError, DataError) as error:
+            yield SameBits(run, None, reason=str(error))
             continue
-        common = _between(by_hashes, sorted(first.keys() & other.keys(), reverse=True))
-        if not common:
-            yield by_hashes or SameBits(
-                run,
-                None,
-                reason=f"no bits were compared, because no step has hashes or checkpoints both here and in {records[0].name}",
-            )
-            continue
-        try:
-            yield _narrowed(by_hashes, _parting(run, [(step, first[step], other[step]) for step in common]))
-        except CheckpointError as error:
-            yield by_hashes or SameBits(run, common[0], reason=str(error))
+        nothing = f"no bits were compared, because no step has hashes or checkpoints both here and in {records[0].name}"
+        yield found or SameBits(run, None, reason=nothing)
 
 
 def _by_hashes(run: int, first: RunRecord, other: RunRecord) -> SameBits | None:
@@ -177,44 +160,19 @@ def _by_hashes(run: int, first: RunRecord, other: RunRecord) -> SameBits | None:
     return SameBits(run, same, by="hashes") if common else None
 
 
-def _between(by_hashes: SameBits | None, steps: Sequence[int]) -> list[int]:
-    """Return the steps of checkpoints that may locate the first difference better than hashes do.
-
-    These are steps after the last equal hashes and before the first different ones.
-    """
-    if by_hashes is None:
-        return list(steps)
-    if by_hashes.different:
-        assert by_hashes.step is not None
-        least = -1 if by_hashes.same_step is None else by_hashes.same_step
-        return [step for step in steps if least < step < by_hashes.step]
-    return [step for step in steps if by_hashes.step is None or step > by_hashes.step]
-
-
-def _narrowed(by_hashes: SameBits | None, by_checkpoints: SameBits) -> SameBits:
-    """Return the comparison by hashes, refined by the checkpoints of `_between`."""
-    if by_hashes is None:
-        return by_checkpoints
-    if not by_checkpoints.different:
-        same = by_checkpoints.step
-        return replace(by_hashes, same_step=same) if by_hashes.different else replace(by_hashes, step=same)
-    same = by_hashes.same_step if by_hashes.different else by_hashes.step
-    return by_checkpoints if by_checkpoints.same_step is not None else replace(by_checkpoints, same_step=same)
-
-
-def _parting(run: int, common: Sequence[tuple[int, Path, Path]]) -> SameBits:
-    """Compare checkpoints, starting at the latest step, back to the first equal pair.
+def _by_checkpoints(run: int, common: Sequence[tuple[int, Path, Path]]) -> SameBits | None:
+    """Compare checkpoints, starting at the latest step, back to the first equal pair; None if there are no common steps.
 
     Raises:
         CheckpointError: a checkpoint cannot be read.
     """
-    step, different = common[0][0], tuple[str, ...]()
-    for earlier, here, there in common:
+    found = None
+    for step, here, there in common:
         keys = tuple(_different(read(here), read(there)))
         if not keys:
-            return SameBits(run, step, different, earlier if different else None)
-        step, different = earlier, keys
-    return SameBits(run, step, different)
+            return SameBits(run, step) if found is None else replace(found, same_step=step)
+        found = SameBits(run, step, keys)
+    return found
 
 
 def _stored(record: RunRecord) -> dict[int, Path]:

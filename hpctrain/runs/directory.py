@@ -45,7 +45,6 @@ import yaml
 
 from hpctrain.core.errors import CheckpointError, ConfigError, DataError
 from hpctrain.core.files import TEXT_BYTES, json_object, read_bytes, read_text
-from hpctrain.core.text import nearest
 from hpctrain.launch.process_start import release
 from hpctrain.runs import records
 from hpctrain.runs.owner import MARKER, Claim, Ownership, RunMarker, mark, marker_of, unreadable
@@ -169,11 +168,7 @@ class RunDirectory:
         """
         run = cls(Path(path))
         if not os.path.lexists(run.path):
-            near = nearest_run(run.path.parent, run.path.name)
-            raise CheckpointError(
-                f"The run {run.path.absolute()} does not exist; give the directory of a run"
-                f"{'' if near is None else f', the nearest is {near}'}."
-            )
+            raise CheckpointError(f"The run {run.path.absolute()} does not exist; give the directory of a run.")
         if not is_run(run.path):
             raise CheckpointError(
                 f"{run.path.absolute()} is not a run directory: it lacks the {MARKER} or the config.yaml that `hpctrain train` "
@@ -321,12 +316,9 @@ def named_run(source: str) -> RunDirectory:
         CheckpointError: as for `RunDirectory.open`; the message about a path that does not exist has the other legal values.
     """
     if not os.path.lexists(source):
-        near = None if os.sep in source else nearest(source, (AUTO, BEST))
-        if near is None and (path := nearest_run(Path(source).parent, Path(source).name)) is not None:
-            near = str(path)
         raise CheckpointError(
             f"{Path(source).absolute()} is not a run directory or a checkpoint, as it does not exist; give {AUTO}, {BEST} or the "
-            f"path of one{'' if near is None else f'; the nearest is {near}'}."
+            f"path of one."
         )
     return RunDirectory.open(Path(source))
 
@@ -625,23 +617,6 @@ def _name_in(path: Path) -> str | None:
         raise unreadable(path, error) from error
 
 
-def nearest_run(output: Path, word: str) -> Path | None:
-    """Return the run whose directory or name is most similar to a word, the newest of its name; None if none is similar."""
-    by_word: dict[str, Path] = {}
-    for run in listed_runs(output, None):
-        by_word.setdefault(run.path.name, run.path)
-        by_word.setdefault(run.name or "", run.path)
-    near = nearest(word, by_word)
-    return None if near is None else by_word[near]
-
-
-def similar_name(output: Path, name: str) -> str:
-    """Return "; the nearest name of a run there is NAME" if no run has a name, but one has a similar name; else an empty text."""
-    names = {run.name or "" for run in listed_runs(output, None)}
-    near = None if name in names else nearest(name, names)
-    return f"; the nearest name of a run there is {near!r}" if near else ""
-
-
 def latest(output: Path, name: str) -> RunDirectory | None:
     """Return the newest run called `name`; None if there is none."""
     return next(iter(runs(output, name)), None)
@@ -726,10 +701,10 @@ def find_best(output: Path, name: str | None) -> Path:
                 f"give a checkpoint that `hpctrain checkpoint list {run.path}` shows."
             )
         return path
-    called, near = ("", "") if name is None else (f" of {name!r}", similar_name(output, name))
+    called = "" if name is None else f" of {name!r}"
     raise CheckpointError(
         f"No run{called} in {output.absolute()} has a best checkpoint, which requires checkpoint.best, and an evaluation and a "
-        f"checkpoint after the same step; give a checkpoint file, or auto for the newest checkpoint{near}."
+        f"checkpoint after the same step; give a checkpoint file, or auto for the newest checkpoint."
     )
 
 

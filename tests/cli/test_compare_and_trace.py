@@ -74,7 +74,7 @@ def test_the_step_at_which_hashes_part_is_reported_to_people_and_programs(tmp_pa
     done = CliRunner().invoke(compare, paths)
     assert done.exit_code == 0, done.output
     text = " ".join(done.output.split())
-    assert "the same bits as run 1 up to step 10; first difference by step 20 in layer2.0.conv1.weight" in text
+    assert "other bits than run 1 at step 20 in 1 tensor, layer2.0.conv1.weight first, and the same up to step 10" in text
     assert max(map(len, done.output.splitlines())) <= 80
     (bits,) = json.loads(CliRunner().invoke(compare, [*paths, "--json"]).output)["bits"]
     assert (bits["step"], bits["same_step"], bits["by"]) == (20, 10, "hashes")

@@ -33,7 +33,6 @@ from hpctrain.run.checkpoints import (
     RunCheckpoints,
     StepEvaluation,
     best_of,
-    nothing_to_choose,
     spared,
 )
 from hpctrain.run.resume import Start, find_checkpoint, read_together
@@ -175,8 +174,6 @@ def test_where_nothing_is_whole_all_ranks_raise_the_same(run: RunDirectory) -> N
     assert sentence.startswith(
         f"{Path.cwd()}/nowhere is not a run directory or a checkpoint, as it does not exist; give auto, best or the path"
     )
-    [sentence] = raised_on(3, run, "latest")
-    assert "; the nearest is auto." in sentence
 
 
 def test_no_checkpoint_is_found_for_a_name_without_one(tmp_path: Path) -> None:
@@ -371,8 +368,6 @@ def test_code_that_a_run_alone_names_is_not_imported(tmp_path: Path, model: str,
         ("auto", r"no run with a checkpoint in \S*empty;"),
         ("best", r"No run in \S*empty has a best checkpoint"),
         ("nowhere", r"nowhere is not a run directory or a checkpoint, .* give auto, best or the path of one\.$"),
-        ("last", r"last is not a run directory or a checkpoint, .*; the nearest is auto\.$"),
-        ("bset", r"; the nearest is best\.$"),
         ("runs/best", r"give auto, best or the path of one\.$"),
         ("nowhere.shards", "nowhere.shards"),
     ],
@@ -623,28 +618,6 @@ def test_a_checkpoint_of_an_earlier_version_begins_the_search(folder: Path) -> N
 
 def _config(folder: Path, *overrides: str) -> Config:
     return load_config(folder / "tiny.yaml", overrides)[0]
-
-
-@pytest.mark.parametrize(
-    ("overrides", "words"),
-    [
-        (("data.test=",), "neither data.validation nor data.test is set"),
-        (("evaluate.every_epochs=0",), "evaluate.every_epochs is 0"),
-        (("checkpoint.every_epochs=0",), "no checkpoints are written"),
-        (("evaluate.every_epochs=3", "checkpoint.every_epochs=2"), "no epoch before the last of 5 has both"),
-        (("checkpoint.every_epochs=0", "checkpoint.every_steps=7"), "no epoch before the last of 5 has both"),
-        (("checkpoint.every_epochs=0", "checkpoint.every_steps=2"), None),
-        (("evaluate.every_epochs=2", "checkpoint.every_epochs=2"), None),
-        (("epochs=1",), None),
-        ((), None),
-    ],
-)
-def test_a_request_for_the_best_is_refused_where_it_cannot_be_known(
-    folder: Path, overrides: tuple[str, ...], words: str | None
-) -> None:
-    sentence = nothing_to_choose(_config(folder, "epochs=5", "checkpoint.best=top1", *overrides), 5 if words else 3)
-    assert (words in sentence) if words is not None and sentence is not None else sentence is words
-    assert nothing_to_choose(_config(folder, "epochs=5", *overrides), 5) is None, "it was not asked for"
 
 
 def _save(directory: Path, best: BestCheckpoint, step: int, right: int) -> None:
