@@ -516,8 +516,7 @@ class Replica:
         totals = self._reduction.read()
         if totals is None:
             return None
-        well = self._agreed.agree(totals.checks) if self.watch is None else self.watch.read(totals.checks)
-        if totals.non_finite or not well:
+        if totals.non_finite or not self._agreed.agree(totals.checks):
             self.drain()
             name, advice = (
                 f"other values in step {self.global_step}",

@@ -46,22 +46,16 @@ class BackgroundWriter:
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
         self._outcome: tuple[Any, Exception | None] = (None, None)
-        self._begin_seconds = 0.0
 
     @property
     def busy(self) -> bool:
         """Whether a task is in progress."""
         return self._thread is not None and self._thread.is_alive()
 
-    @property
-    def seconds(self) -> float:
-        """Seconds since the latest start."""
-        return time.monotonic() - self._begin_seconds
-
     def start(self, work: Callable[[], Any]) -> None:
         """Start a task. No other task may be in progress."""
         assert not self.busy, "another task is in progress"
-        self._outcome, self._begin_seconds = (None, None), time.monotonic()
+        self._outcome = None, None
         self._thread = threading.Thread(target=self._run, args=(work,), name="hpctrain-checkpoint", daemon=True)
         self._thread.start()
 

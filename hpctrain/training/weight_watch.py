@@ -307,14 +307,6 @@ class WeightWatch:
         self._sent = self._pending.popleft() if full else _Taken(self._sent.step)
         return self._numbers()
 
-    def read(self, sums: np.ndarray) -> bool:
-        """Return whether all compared values are equal and undamaged.
-
-        Args:
-            sums: sum of the latest `message` over all ranks.
-        """
-        return self._agreed.agree(sums)
-
     # -- between steps ---------------------------------------------------------------------------------------------------------
 
     def compare_all(self, step: int, *, schedules: bool = False) -> bool:
