@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import lru_cache, partial
+from itertools import product
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from hpctrain_testing.virtual.communicator import ThreadCommunicator
 from hpctrain_testing.virtual.run import run_virtual, virtual_engine
 from tests.support import nets
 from tests.support.averaging import STRATEGIES
-from tests.support.grid_matrix import GRIDS, NETS, PLANS, TOLERANCE, alone, cell, compare, float32_cell, on_virtual_ranks, plan_of
+from tests.support.grid_matrix import GRIDS, NETS, PLANS, TOLERANCE, alone, cell, float32_cell, on_virtual_ranks, plan_of
 from tests.support.poison import overwritten_share, poisoned
 from tests.support.sampling import amount
 from tests.support.training import Result, Task, distance, train
@@ -80,58 +81,19 @@ def test_float32_is_as_near_to_float64_as_one_rank(grid: tuple[int, int], kind: 
 
 @pytest.mark.sample(1)
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kind", "micro_batches", "grid"), [("domain", 3, (2, 2)), ("model", 2, (3, 1)), ("mixed", 3, (2, 2))], ids=str
-)
-def test_micro_batches(kind: str, micro_batches: int, grid: tuple[int, int]) -> None:
-    """Without batch norm they add up to the same gradients; micro-batches of some ranks have no samples."""
-    net = NETS["vgg16"]
-    task = replace(net.task(), steps=3)
-    expected = alone(task)
-    split = replace(task, micro_batches=micro_batches, plan=plan_of(net, kind, *grid))
-    for result in on_virtual_ranks(split):
-        assert compare(result, expected).largest <= TOLERANCE
+@pytest.mark.parametrize(("rows", "cols", "use"), [*product((2, 3), (2,), ("domain", "model")), (2, 2, "batch")])
+def test_batch_norm_that_is_not_synchronised_is_that_of_ranks_with_the_same_samples(rows: int, cols: int, use: str) -> None:
+    """A split group, or under `batch` a rank, has the samples of one rank where nothing is split: the same statistics."""
 
+    def results(rows: int, cols: int, use: str) -> list[Result]:
+        model, plan = partial(nets.residual, synchronised=False), ParallelPlan(rows, cols, Parallelism(use))
+        task = Task(model, NumpyKernelSet(), partial(Sgd, momentum=0.9), samples=12, batch=12, steps=4, plan=plan)
+        return on_virtual_ranks(task)
 
-@pytest.mark.sample(1)
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["batch", "domain", "model", "mixed"])
-def test_a_batch_smaller_than_the_ranks(kind: str) -> None:
-    """Two samples a step on six ranks, then one."""
-    net = NETS["vgg16"]
-    task = replace(net.task(), samples=3, batch=2, steps=4)
-    expected = alone(task)
-    for result in on_virtual_ranks(replace(task, plan=plan_of(net, kind, 3, 2))):
-        assert compare(result, expected).largest <= TOLERANCE
-
-
-def _residual(rows: int, cols: int, use: str, *, synchronised: bool) -> Task:
-    model = partial(nets.residual, synchronised=synchronised)
-    plan = ParallelPlan(rows, cols, Parallelism(use))
-    return Task(model, NumpyKernelSet(), partial(Sgd, momentum=0.9), samples=12, batch=12, steps=4, plan=plan)
-
-
-@pytest.mark.sample(1)
-@pytest.mark.slow
-@pytest.mark.parametrize("use", ["domain", "model"])
-@pytest.mark.parametrize("rows", [2, 3])
-def test_batch_norm_that_is_not_synchronised_is_that_of_the_split_group(rows: int, use: str) -> None:
-    """The ranks of a split group hold the samples that one rank holds where nothing is split: the same statistics, and result."""
-    (expected, *_) = run_virtual(2, lambda comm: _train(_residual(1, 2, "batch", synchronised=False), comm))
-    for result in run_virtual(2 * rows, lambda comm: _train(_residual(rows, 2, use, synchronised=False), comm)):
+    (expected, *_) = results(1, rows * cols if use == "batch" else cols, "batch")
+    for result in results(rows, cols, use):
         assert distance(result.parameters, expected.parameters) < 1e-10
         assert distance(result.statistics, expected.statistics) < 1e-10
-
-
-def test_batch_norm_that_is_not_synchronised_is_that_of_the_rank_under_batch() -> None:
-    (expected, *_) = run_virtual(4, lambda comm: _train(_residual(1, 4, "batch", synchronised=False), comm))
-    for result in run_virtual(4, lambda comm: _train(_residual(2, 2, "batch", synchronised=False), comm)):
-        assert distance(result.parameters, expected.parameters) < 1e-10
-        assert distance(result.statistics, expected.statistics) < 1e-10
-
-
-def _train(task: Task, comm: ThreadCommunicator) -> Result:
-    return train(task, comm, virtual_engine(comm), Blocking)
 
 
 @pytest.mark.sample(2)
