@@ -1,15 +1,13 @@
-"""Groups and arguments of commands: unknown words, paths, overrides and completion. Imports nothing heavy at the top."""
+"""Groups and arguments of commands: paths, overrides and completion. Imports nothing heavy at the top."""
 
 from __future__ import annotations
 
 import functools
 import math
 import os
-import re
-import shutil
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -17,7 +15,7 @@ import click
 
 from hpctrain.core.errors import ConfigError
 from hpctrain.core.files import expanded
-from hpctrain.core.text import choices, counted, echo, synonyms, wrapped
+from hpctrain.core.text import echo
 from hpctrain.launch import process_end
 from hpctrain.launch.launcher import detect
 from hpctrain.process.ends import INTERRUPTED, Left, say, user_errors_end_in_sentences
@@ -35,6 +33,8 @@ class FilePath(click.Path):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         if isinstance(value, str):
+            if value.startswith("--"):  # click takes the next option for the value of an option
+                self.fail(f"{value} is an option, but must be a path.", param, ctx)
             try:
                 value = expanded(value)
             except ValueError as error:
@@ -80,16 +80,6 @@ def check_output(path: Path, option: str = "", *, streams: bool = False) -> None
     except OSError as error:
         named = f"{option} {path}".lstrip()
         raise ConfigError(f"{named} cannot be written: {error.strerror}; give another path.") from None
-
-
-class OneOf(click.Choice):
-    """A choice of words. The error for another word names the nearest one."""
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        try:
-            return super().convert(value, param, ctx)
-        except click.BadParameter:
-            self.fail(f'there is no "{value}"; {choices(str(value), self.choices)}.', param, ctx)
 
 
 class Finite(click.FloatRange):
@@ -138,7 +128,7 @@ def options(*added: Callable[[_Command], _Command]) -> Callable[[_Command], _Com
 PASS_STYLE = click.option(
     "--progress",
     "style",
-    type=OneOf(["bar", "none"]),
+    type=click.Choice(["bar", "none"]),
     help="Show the progress as a bar on stderr, or not at all; default: a bar on a terminal, nothing elsewhere.",
 )
 
@@ -203,107 +193,3 @@ class Commands(click.Group):
             except KeyboardInterrupt:
                 say(INTERRUPTED, None)
                 raise Left(process_end.SIGNALLED + signal.SIGINT) from None
-            except click.NoSuchOption as error:
-                raise _as_override(error) from None
-            except click.BadOptionUsage as error:
-                command = None if ctx.invoked_subcommand is None else self.get_command(ctx, ctx.invoked_subcommand)
-                raise (
-                    error if command is None else _with_values(error, click.Context(command, ctx, ctx.invoked_subcommand))
-                ) from None
-            except click.UsageError as error:
-                raise _with_path_advice(error) from None
-
-    def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
-        """Return the command as click does. Raise if it is unknown, naming the nearest one, or if an option has no value."""
-        name = args[0]
-        if name not in self.list_commands(ctx) and not name.startswith("-") and not ctx.resilient_parsing:
-            if name == "help":
-                words = " ".join([ctx.command_path, *args[1:], "--help"])
-                raise click.UsageError(f'There is no command "help"; use `{words}`.', ctx)
-            deeper = " or ".join(f'"{words}"' for words in _below(self, ctx) if words.split()[-1] == name)
-            advice = f"the nearest is {deeper}" if deeper else choices(name, self.list_commands(ctx))
-            message = f'There is no command "{name}"; {advice}.'
-            raise click.UsageError(message if deeper else wrapped(message, shutil.get_terminal_size().columns), ctx)
-        word, command, rest = super().resolve_command(ctx, args)
-        if command is not None and not isinstance(command, click.Group) and not ctx.resilient_parsing:
-            check_values(click.Context(command, ctx, word, **command.context_settings), rest)
-        return word, command, rest
-
-
-def _below(group: click.Group, ctx: click.Context) -> Iterator[str]:
-    """Yield the commands of all nested groups with their words, such as "config check"."""
-    for name in group.list_commands(ctx):
-        command = group.get_command(ctx, name)
-        if isinstance(command, click.Group):
-            yield from (f"{name} {inner}" for inner in (*command.list_commands(ctx), *_below(command, ctx)))
-
-
-def check_values(ctx: click.Context, words: Sequence[str]) -> None:
-    """Raise if an option of a command is followed by another option instead of its value.
-
-    click would use the second option as the value of the first, such as --steps as the path of --resume. A value that begins with
-    -- can be given as --option=VALUE.
-
-    Args:
-        ctx: context of the command.
-        words: words after the command.
-
-    Raises:
-        click.BadOptionUsage: an option has no value. The message names it, its legal values and the next word.
-    """
-    options = {name: one for one in ctx.command.params if isinstance(one, click.Option) for name in one.opts}
-    rest = list(words)
-    while rest and rest[0] != "--" and (ctx.allow_interspersed_args or rest[0].startswith("-")):
-        name = rest.pop(0)
-        option = options.get(name)
-        if option is None or option.is_flag or option.count:
-            continue
-        if isinstance(option.flag_value, str) and rest and rest[0].startswith("-") and rest[0] != "-":
-            continue  # the value is optional, and click takes this word as the next option
-        wrong = next((word for word in rest[: option.nargs] if word.startswith("--")), None)
-        if wrong is not None:
-            raise click.BadOptionUsage(
-                name,
-                f"{name} needs a value ({_values(option, ctx)}), but the next word is the option {wrong}; write the value after "
-                f"{name}, or leave {name} out.",
-                ctx,
-            )
-        del rest[: option.nargs]
-
-
-def _values(option: click.Parameter, ctx: click.Context) -> str:
-    """Return the legal values of an option, such as "auto, best or PATH"; without a list, its metavariable."""
-    values = option.make_metavar(ctx).strip("[]").removesuffix(" RANGE")
-    first, _, last = values.replace("|", ", ").rpartition(", ")
-    return f"{first} or {last}" if first else last
-
-
-def _with_values(error: click.BadOptionUsage, ctx: click.Context) -> click.UsageError:
-    """Return the error of an option without its value, with the legal values if the option names them."""
-    option = next((one for one in ctx.command.params if error.option_name in one.opts), None)
-    if option is None or "|" not in option.make_metavar(ctx) or not error.message.endswith("requires an argument."):
-        return error
-    return click.BadOptionUsage(error.option_name, f"{error.option_name} needs a value: {_values(option, ctx)}.", ctx)
-
-
-def _with_path_advice(error: click.UsageError) -> click.UsageError:
-    """Return the error for unexpected words with advice if they are paths, as after a pattern of the shell such as runs/*."""
-    unexpected = re.fullmatch(r"Got unexpected extra arguments? \((.*)\)", error.message)
-    words = [] if unexpected is None else unexpected[1].split(" ")
-    if not words or not all(os.path.lexists(word) for word in words):
-        return error
-    one = f"name one of them, such as {words[0]}"
-    return click.UsageError(f"{counted(len(words), 'path')} too many, as after a pattern that matches several; {one}.", error.ctx)
-
-
-def _as_override(error: click.NoSuchOption) -> click.UsageError:
-    """Return the error with advice if the unknown option means a key that the command accepts as OVERRIDE."""
-    from hpctrain.config.schema import Config
-
-    key = error.option_name.lstrip("-").replace("-", "_")
-    takes = error.ctx is not None and any(parameter.name == "overrides" for parameter in error.ctx.command.params)
-    meant = (known for known in [key, *synonyms(key)] if known.partition(".")[0] in Config.model_fields)
-    known = next(meant, None) if takes else None
-    if known is None:
-        return error
-    return click.UsageError(f"{error.option_name} is no option, but a key of the configuration; write {known}=VALUE.", error.ctx)

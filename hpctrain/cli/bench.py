@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hpctrain.cli.arguments import FILE, OVERRIDES, Commands, FilePath, Finite, OneOf, OutputFile
+from hpctrain.cli.arguments import FILE, OVERRIDES, Commands, FilePath, Finite, OutputFile
 from hpctrain.core.text import counted, echo, echo_block, wrapped
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ class RankCounts(click.ParamType):
 @click.option("--ranks", type=RankCounts(), required=True, help="Numbers of ranks to compare, such as 1,2,4.")
 @click.option(
     "--mode",
-    type=OneOf(["weak", "strong"]),
+    type=click.Choice(["weak", "strong"]),
     default="weak",
     show_default=True,
     help="Meaning of the configured batch size: per rank (weak), or over all ranks (strong).",
@@ -195,14 +195,14 @@ def rates_table(rates: DataRates) -> list[str]:
 )
 @click.option(
     "--backend",
-    type=OneOf(["auto", "numpy", "onednn", "cuda"]),
+    type=click.Choice(["auto", "numpy", "onednn", "cuda"]),
     default="auto",
     show_default=True,
     help="Kernel set to time.",
 )
 @click.option(
     "--precision",
-    type=OneOf(["float32", "tf32", "bfloat16"]),
+    type=click.Choice(["float32", "tf32", "bfloat16"]),
     default="float32",
     show_default=True,
     help="Precision of matrix products and convolutions; tf32 on backend cuda only.",
@@ -214,7 +214,7 @@ def rates_table(rates: DataRates) -> list[str]:
     show_default=True,
     help="Number of timed steps (two warm-up steps run first).",
 )
-@click.option("--vs", "versus", type=OneOf(["torch"]), help="Also time torchvision's model of this name; steps alternate.")
+@click.option("--vs", "versus", type=click.Choice(["torch"]), help="Also time torchvision's model of this name; steps alternate.")
 @click.option("--peer-python", default=sys.executable, help="Python interpreter with PyTorch and torchvision; default: this one.")
 @click.option("--out", type=OutputFile(streams=True), help="File to which all figures are written as JSON.")
 def engine(

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hpctrain.cli.arguments import Commands, FilePath, OneOf, OutputFile, options
+from hpctrain.cli.arguments import Commands, FilePath, OutputFile, options
 from hpctrain.core.text import counted, echo, echo_block, size_text
 from hpctrain.process.ends import USER_ERROR
 
@@ -80,7 +80,7 @@ def check(file: Path, as_json: bool, strict: bool, threads: int | None) -> None:
 
 _INPUT = FilePath(path_type=Path)
 _OUTPUT = OutputFile(makes_directory=True)
-_FITS = OneOf(["crop", "squash"])
+_FITS = click.Choice(["crop", "squash"])
 _SIDE = click.IntRange(1, 32768)  # pixels
 
 
@@ -90,7 +90,7 @@ def data() -> None:
 
 
 @data.command()
-@click.argument("name", type=OneOf(["fashion-mnist", "mnist", "cifar10"]))
+@click.argument("name", type=click.Choice(["fashion-mnist", "mnist", "cifar10"]))
 @click.option(
     "--out",
     type=FilePath(path_type=Path, file_okay=False),
@@ -181,7 +181,7 @@ _RANGE = click.option(
 )
 _LAYOUT = click.option(
     "--layout",
-    type=OneOf(["nhwc", "nchw"]),
+    type=click.Choice(["nhwc", "nchw"]),
     help="Order of the dimensions; default: the channels are the only dimension of size 1, 3 or 4.",
 )
 _SKIP = click.option(
@@ -196,7 +196,7 @@ _FIT = click.option(
 )
 _CHANNELS = click.option(
     "--channels",
-    type=OneOf(["1", "3"]),
+    type=click.Choice(["1", "3"]),
     default="3",
     show_default=True,
     callback=lambda context, parameter, value: int(value),
@@ -228,7 +228,7 @@ def convert_idx(images: Path, labels: Path, out: Path, names_file: Path | None, 
 @convert.command("cifar")
 @click.argument("directory", type=_INPUT)
 @click.argument("out", type=_OUTPUT)
-@click.option("--split", type=OneOf(["train", "test"]), required=True, help="Split to convert.")
+@click.option("--split", type=click.Choice(["train", "test"]), required=True, help="Split to convert.")
 @click.option("--coarse", is_flag=True, help="Use the 20 superclasses of CIFAR-100 as classes.")
 @_OVERWRITE
 @_JSON

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hpctrain.cli.arguments import FILE, OVERRIDES, Commands, FilePath, Finite, OneOf, OutputFile, options
+from hpctrain.cli.arguments import FILE, OVERRIDES, Commands, FilePath, Finite, OutputFile, options
 from hpctrain.cli.bench import RankCounts
 from hpctrain.core.errors import ConfigError
 from hpctrain.core.text import echo, echo_block
@@ -145,7 +145,7 @@ def slow_ranks(pairs: tuple[tuple[int, float], ...], most_ranks: int) -> Mapping
 )
 @click.option(
     "--keep",
-    type=OneOf(["grid", "plan", "averager", "micro_batches"]),
+    type=click.Choice(["grid", "plan", "averager", "micro_batches"]),
     multiple=True,
     help="Section of the configuration that the search must not change; may be given several times.",
 )
@@ -249,7 +249,7 @@ def _written(outcome: PlannedSearch, file: Path, overrides: tuple[str, ...], wri
 )
 @click.option(
     "--mode",
-    type=OneOf(["weak", "strong"]),
+    type=click.Choice(["weak", "strong"]),
     default="weak",
     show_default=True,
     help="Meaning of the configured batch size: per rank (weak), or over all ranks (strong).",

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hpctrain.cli.arguments import Finite, check_values
+from hpctrain.cli.arguments import Finite
 from hpctrain.core.errors import LaunchError
 from hpctrain.core.files import open_own
 from hpctrain.core.text import echo
@@ -98,7 +98,6 @@ def _output_and_name(command: TrainCommand) -> tuple[Path, str]:
     words = list(command.training)
     if "--help" in words or "-h" in words:
         raise click.UsageError("--help in the command starts no training; run hpctrain train --help instead.")
-    check_values(click.Context(train, info_name="hpctrain train"), words)
     given: dict[str, Any] = train.make_context("hpctrain train", words).params
     if given["compute_only"]:
         raise click.UsageError("--compute-only does not train and cannot be restarted; leave it out.")

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Literal
 
 import click
 
-from hpctrain.cli.arguments import FILE, OVERRIDES, PASS_STYLE, RUNS, FilePath, OneOf, OutputFile, check_output, log_ranks_option
+from hpctrain.cli.arguments import FILE, OVERRIDES, PASS_STYLE, RUNS, FilePath, OutputFile, check_output, log_ranks_option
 from hpctrain.core.errors import ConfigError
 from hpctrain.core.text import echo
 from hpctrain.flight import start_records
@@ -68,7 +68,7 @@ _PRINTED = "-"  # value of --confusion without a file name
 @click.option(
     "--progress",
     "style",
-    type=OneOf(["bar", "lines", "none"]),
+    type=click.Choice(["bar", "lines", "none"]),
     help="Show the progress as a bar or as a line per interval, or print only warnings and errors (none); default: a bar on a "
     "terminal, lines elsewhere.",
 )
@@ -170,7 +170,7 @@ def _check_options(resume: str | None, steps: int, *, compute_only: bool, smoke:
 )
 @click.option(
     "--on",
-    type=OneOf(["test", "validation"]),
+    type=click.Choice(["test", "validation"]),
     help="Set to evaluate on; default: the test set or, if data.test is not set, the validation set.",
 )
 @click.option("--averaged", is_flag=True, help="Evaluate the averaged weights of a training with ema.decay.")
@@ -266,7 +266,7 @@ _MOST_LISTED = 20
 @click.option("--averaged", is_flag=True, help="Predict with the averaged weights of a training with ema.decay.")
 @click.option(
     "--fit",
-    type=OneOf(["crop", "squash"]),
+    type=click.Choice(["crop", "squash"]),
     help="Fit images to the network by cropping the centre (crop) or by changing the aspect ratio (squash); default: as in the "
     "evaluated data file.",
 )
