@@ -29,9 +29,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks.interleaved import Rounds, interleave, ours, with_threads
 from benchmarks.overlap_report import Analysis
 from benchmarks.pairs import ratio
-from hpctrain.bench.interleaved import Rounds, interleave, machine_facts, ours, with_threads
+from hpctrain.bench.machine import machine_facts
 from hpctrain.storage.atomic_write import write_json
 from hpctrain_testing.lab import missing
 

@@ -23,7 +23,8 @@ from typing import Any
 
 from benchmarks.before_after import NETS, Net
 from benchmarks.engine_report import report
-from hpctrain.bench.interleaved import Rounds, Series, interleave, machine_facts, ours, peer, with_threads
+from benchmarks.interleaved import Rounds, Series, interleave, ours, peer, with_threads
+from hpctrain.bench.machine import machine_facts
 from hpctrain.storage.atomic_write import write_json
 
 # name -> channels last, huge pages and fused optimiser, compiled

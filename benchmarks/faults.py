@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from hpctrain.bench.interleaved import machine_facts
+from hpctrain.bench.machine import machine_facts
 from hpctrain.storage.atomic_write import write_json
 from hpctrain_testing.faults import DEADLINE_SECONDS, FAULTS, RANKS, Fault, findings, is_named, prepare, run_fault
 from hpctrain_testing.lab import Lab, missing, take_down_at_termination

@@ -27,7 +27,7 @@ from typing import Any
 from benchmarks.overlap_report import SHARED_MEMORY, markdown, report
 from benchmarks.shapes import SHAPES, Shape
 from hpctrain.averaging.averagers import AVERAGERS
-from hpctrain.bench.interleaved import machine_facts
+from hpctrain.bench.machine import machine_facts
 from hpctrain.comm.progress import ProgressMode
 from hpctrain.storage.atomic_write import write_json
 from hpctrain_testing.lab import Lab, LabError, missing, take_down_at_termination

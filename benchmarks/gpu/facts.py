@@ -17,7 +17,7 @@ from benchmarks.gpu.settings import Settings
 from benchmarks.gpu.stage_report import StageReport
 from hpctrain.backend.cuda import libraries
 from hpctrain.backend.cuda.device import bfloat16_bits
-from hpctrain.bench.interleaved import machine_facts
+from hpctrain.bench.machine import machine_facts
 
 if TYPE_CHECKING:
     from hpctrain.backend.cuda.cupy_device import CupyDevice

@@ -1,8 +1,7 @@
 """Measurements of `hpctrain bench engine`, and their tables.
 
-`profile` reads the times of oneDNN's primitives in a step from oneDNN's verbose output. `serial_time` measures the time of a step
-that is not divided among threads. `device_gemm_peak` measures the rate of large matrix products, which is the reference for the
-rates of a device's operators.
+`profile` reads the times of oneDNN's primitives in a step from oneDNN's verbose output. `device_gemm_peak` measures the rate of
+large matrix products, which is the reference for the rates of a device's operators.
 """
 
 from __future__ import annotations
@@ -22,12 +21,10 @@ from rich.table import Table
 
 from hpctrain.backend.cuda.device import Device
 from hpctrain.backend.cuda.kernel_set import CudaKernelSet
-from hpctrain.backend.onednn.arithmetic import Team
-from hpctrain.backend.onednn.binding import Call, Engine, load
+from hpctrain.backend.onednn.binding import load
 from hpctrain.backend.operators import KernelSet
 from hpctrain.backend.specs import item_bytes
 from hpctrain.bench.engine_step import EngineStep, LayerTime, Workload, fallbacks, gemm_peak, time_layers, timed
-from hpctrain.bench.interleaved import Rounds, SteppingError, interleave, ours, peer, with_threads
 from hpctrain.core.console import output_console, plain_table
 from hpctrain.core.text import counted, size_text
 from hpctrain.launch.control_groups import peak_resident_bytes
@@ -106,45 +103,6 @@ def _stdout_to(file: IO[str]) -> Iterator[None]:
         os.close(descriptor)
 
 
-def serial_time(run: Callable[[], object], steps: int) -> float:
-    """Return the median wall seconds of `run` outside of work that OpenMP's threads share.
-
-    This is the time of Python and of NumPy on one thread. Serial parts of the shared work, such as primitives that are too small
-    to be divided, are not counted.
-    """
-    shared, seconds = 0.0, list[float]()
-    depth = 0
-
-    def timing(function: Callable[..., Any]) -> Callable[..., Any]:
-        def timed_function(*arguments: Any) -> Any:
-            nonlocal shared, depth
-            depth += 1
-            begin = time.perf_counter()
-            try:
-                return function(*arguments)
-            finally:
-                depth -= 1
-                if not depth:
-                    shared += time.perf_counter() - begin
-
-        return timed_function
-
-    # Operators hold bound methods of `Engine.multiply`, which makes its call of the library by `call`.
-    methods = ((Call, "__call__"), (Engine, "call"), (Team, "share"))
-    originals = [getattr(kind, name) for kind, name in methods]
-    try:
-        for (kind, name), function in zip(methods, originals, strict=True):
-            setattr(kind, name, timing(function))
-        for _ in range(steps):
-            shared, begin = 0.0, time.perf_counter()
-            run()
-            seconds.append(time.perf_counter() - begin - shared)
-    finally:
-        for (kind, name), function in zip(methods, originals, strict=True):
-            setattr(kind, name, function)
-    return float(np.median(seconds))
-
-
 _PEAK_SIZE = 8192
 _SLOW_SIZE = 128  # if the device is emulated on the CPU
 _REPEATS = 9
@@ -173,11 +131,6 @@ def device_gemm_peak(kernels: KernelSet) -> float:
 
 
 _WARM_UP = 2
-#: numbers of threads for which a bound on the speed-up is printed
-MANY_THREADS = (8, 32, 64)
-
-#: variants of "--vs torch": name -> (whether channels are last, whether huge pages and the fused optimiser are used)
-PEERS = {"torch": (False, False), "torch tuned": (False, True), "torch last": (True, False), "torch last tuned": (True, True)}
 
 
 @dataclass(frozen=True)
@@ -191,7 +144,6 @@ class Measurement:
         kernel_seconds: time of the library's kernels in a step, as the library reports it; None if it does not.
         reorder_seconds: time of all copies between layouts (of images, weights and gradients) in a step; None if unknown.
         reorders: number of these copies; None if unknown.
-        serial_seconds: time of a step that is not divided among threads (`serial_time`); None on other backends than onednn.
         own_operators: number of operators that the kernel set itself computes.
         fallbacks: layers whose operators fall back to NumPy, by reason.
     """
@@ -214,37 +166,16 @@ class Measurement:
     kernel_seconds: float | None
     reorder_seconds: float | None
     reorders: int | None
-    serial_seconds: float | None
     own_operators: int
     fallbacks: Mapping[str, Sequence[str]]
     layers: Sequence[LayerTime]
-
-    @property
-    def serial_share(self) -> float | None:
-        """Serial share of the time of a step on one thread; None if unknown.
-
-        The time on one thread is estimated: all work except for the serial part is assumed to be divided evenly among `threads`.
-        """
-        if self.serial_seconds is None:
-            return None
-        return self.serial_seconds / (self.serial_seconds + self.threads * max(0.0, self.step_seconds - self.serial_seconds))
-
-    def speed_up_bound(self, threads: int) -> float | None:
-        """Return an upper bound on the speed-up of `threads` threads over one; None if unknown.
-
-        This is Amdahl's law (AFIPS 1967): all work except for the serial part is divided evenly. Shared memory bandwidth lowers
-        the actual speed-up.
-        """
-        share = self.serial_share
-        return None if share is None else 1.0 / (share + (1.0 - share) / threads)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the measurement as plain data, for JSON."""
         layers = [
             {**asdict(layer), "seconds": layer.seconds, "gflops_per_second": layer.gflops_per_second} for layer in self.layers
         ]
-        bounds = {str(threads): self.speed_up_bound(threads) for threads in MANY_THREADS}
-        return {**asdict(self), "serial_share": self.serial_share, "speed_up_bounds": bounds, "layers": layers}
+        return {**asdict(self), "layers": layers}
 
 
 def measure(task: Workload, backend: str, steps: int, threads: int, precision: str = "float32") -> Measurement:
@@ -270,7 +201,6 @@ def measure(task: Workload, backend: str, steps: int, threads: int, precision: s
     layers = time_layers(stepwise, steps, clock)
     primitives = profile(step.run, steps) if step.backend == "onednn" else None
     kernel, reorder, count = _account(primitives)
-    serial = serial_time(step.run, steps) if step.backend == "onednn" else None
     multiply = getattr(step.kernels.arithmetic, "multiply", np.matmul)  # the service of kernels on the host has it
     own_operators, others = fallbacks(step.program, on_host=step.kernels.arithmetic.on_host)
     return Measurement(
@@ -292,7 +222,6 @@ def measure(task: Workload, backend: str, steps: int, threads: int, precision: s
         kernel_seconds=kernel,
         reorder_seconds=reorder,
         reorders=count,
-        serial_seconds=serial,
         own_operators=own_operators,
         fallbacks=others,
         layers=layers,
@@ -308,58 +237,11 @@ def _account(primitives: Sequence[Sequence[PrimitiveTime]] | None) -> tuple[floa
     return every, some, len(copies[0])
 
 
-def compare(
-    task: Workload, backend: str, python: str, threads: int, rounds: int, precision: str = "float32"
-) -> dict[str, dict[str, float]]:
-    """Measure hpctrain's engine and PyTorch's variants in turn, each in its own process. In bfloat16, PyTorch uses autocast.
-
-    PyTorch runs torchvision's model of the same name.
-
-    Return, for the engine and for each variant, the seconds per step, the peak memory, and the engine's relative speed: the
-    median over rounds of the ratio of wall times.
-
-    Raises:
-        SteppingError: hpctrain's process fails, all of PyTorch's processes fail, or the networks differ.
-    """
-    shape = {"model": task.model, "batch": task.batch, "pixels": task.pixels}
-    plain = with_threads(os.environ, threads)
-    commands: dict[str, tuple[Sequence[str], Mapping[str, str]]] = {
-        "ours": (ours({**shape, "options": dict(task.options), "backend": backend, "precision": precision}), plain)
-    }
-    for name, (last, tuned) in PEERS.items():
-        settings = {**shape, "threads": threads, "last": last, "fused": tuned, "compiled": False}
-        settings["autocast"] = precision == "bfloat16"
-        commands[name] = (peer(python, settings), {**plain, "THP_MEM_ALLOC_ENABLE": "1"} if tuned else plain)
-    series = interleave(commands, Rounds(rounds, 1), list(PEERS))
-    peers = [series[name] for name in PEERS if series[name].turns]
-    if not peers:
-        raise SteppingError(f"PyTorch does not run with {python}; give another --peer-python. {series['torch'].failure}")
-    own, theirs = (one.facts["parameters"] for one in (series["ours"], peers[0]))
-    if own != theirs:
-        raise SteppingError(f"{task.model} is another network in torchvision, with {theirs:,} parameters instead of {own:,}.")
-    our_seconds = series["ours"].seconds("wall")
-    return {
-        name: {
-            "step_seconds": one.median("wall"),
-            "peak_bytes": one.peak_bytes,
-            "times_as_fast": float(np.median([t / o for t, o in zip(one.seconds("wall"), our_seconds, strict=False)])),
-        }
-        for name, one in series.items()
-        if one.turns
-    }
-
-
-def print_tables(measured: Measurement, compared: Mapping[str, Mapping[str, float]] | None) -> None:
-    """Print a line of totals, the table of operators, and the comparison if there is one."""
+def print_tables(measured: Measurement) -> None:
+    """Print a line of totals and the table of operators."""
     console = output_console(130)
     console.print(_totals(measured))
     console.print(layer_table(measured))
-    if compared is not None:
-        table = plain_table("variant", "ms per step", "speed of hpctrain relative to it", "peak MB")
-        for name, row in compared.items():
-            figures = (row["step_seconds"] * 1e3, row["times_as_fast"])
-            table.add_row(name, *(f"{figure:.2f}" for figure in figures), f"{row['peak_bytes'] / 1e6:.0f}")
-        console.print(table)
 
 
 def _totals(measured: Measurement) -> str:
@@ -376,13 +258,6 @@ def _totals(measured: Measurement) -> str:
         lines.append(
             f"oneDNN's kernels {measured.kernel_seconds * 1e3:.2f} ms per step, "
             f"{measured.reorder_seconds * 1e3:.2f} ms of them in {measured.reorders} reorders"
-        )
-    if measured.serial_seconds is not None and measured.serial_share is not None:
-        bounds = ", ".join(f"{measured.speed_up_bound(threads):.1f}" for threads in MANY_THREADS)
-        milliseconds, numbers = measured.serial_seconds * 1e3, ", ".join(map(str, MANY_THREADS))
-        lines.append(
-            f"serial time {milliseconds:.2f} ms per step, {measured.serial_share:.2%} of a step with 1 thread; "
-            f"speed-up with {numbers} threads at most {bounds}"
         )
     lines += _fallback_lines(measured)
     return "\n".join(lines)

@@ -1,7 +1,7 @@
 """Whole training steps of one network on synthetic images, without other ranks: the workload of the engine's benchmarks.
 
 As a program (`python -m hpctrain.bench.engine_step`), the module runs steps on request, following the protocol of
-`interleaved.py`.
+`benchmarks/interleaved.py`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import numpy as np
 
 from hpctrain.backend.choice import make_backend
 from hpctrain.backend.operators import CapturesWork, StepContext
-from hpctrain.bench.interleaved import Turn
 from hpctrain.core.errors import ConfigError
 from hpctrain.launch.control_groups import peak_resident_bytes
 from hpctrain.models import catalogue
@@ -249,6 +248,25 @@ def timed(step: EngineStep, steps: int) -> tuple[float, float, Sequence[float]]:
     begin, cpu = time.perf_counter(), time.process_time()
     losses = [step.run() for _ in range(steps)]
     return time.perf_counter() - begin, time.process_time() - cpu, losses
+
+
+@dataclass(frozen=True)
+class Turn:
+    """Measurement of one turn of a process, over all its steps.
+
+    Attributes:
+        loss: mean loss of the last step.
+        cpu_before_seconds: CPU clock of the process before the turn.
+        cpu_after_seconds: CPU clock of the process after the turn.
+    """
+
+    wall_seconds: float
+    cpu_seconds: float
+    finite: bool
+    loss: float
+    cpu_before_seconds: float
+    cpu_after_seconds: float
+    peak_bytes: int
 
 
 def serve(step: EngineStep, requests: IO[str]) -> None:

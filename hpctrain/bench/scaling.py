@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from hpctrain.assembly.checks import check_names, refusal
-from hpctrain.bench.interleaved import machine_facts
+from hpctrain.bench.machine import machine_facts
 from hpctrain.config.load import load
 from hpctrain.config.schema import Config
 from hpctrain.core.errors import ConfigError, HpctrainError, LaunchError

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -149,7 +148,7 @@ def data(
     plan = set_threads(detect(os.environ), None if config.threads == "auto" else config.threads)  # before NumPy is imported
     from hpctrain.assembly.checks import check_names
     from hpctrain.bench.data import measure
-    from hpctrain.bench.interleaved import machine_facts
+    from hpctrain.bench.machine import machine_facts
     from hpctrain.storage.atomic_write import write_json
 
     check_names(config, source)
@@ -214,8 +213,6 @@ def rates_table(rates: DataRates) -> list[str]:
     show_default=True,
     help="Number of timed steps (two warm-up steps run first).",
 )
-@click.option("--vs", "versus", type=click.Choice(["torch"]), help="Also time torchvision's model of this name; steps alternate.")
-@click.option("--peer-python", default=sys.executable, help="Python interpreter with PyTorch and torchvision; default: this one.")
 @click.option("--out", type=OutputFile(streams=True), help="File to which all figures are written as JSON.")
 def engine(
     model: str,
@@ -225,8 +222,6 @@ def engine(
     backend: str,
     precision: str,
     steps: int,
-    versus: str | None,
-    peer_python: str,
     out: Path | None,
 ) -> None:
     """Time the training steps of a model.
@@ -237,21 +232,15 @@ def engine(
     from hpctrain.launch.threads import set_threads
 
     plan = set_threads(detect(os.environ), threads)  # before NumPy is imported
-    from hpctrain.bench.engine import compare, measure, print_tables
+    from hpctrain.bench.engine import measure, print_tables
     from hpctrain.bench.engine_step import workload
-    from hpctrain.core.errors import BackendError
     from hpctrain.storage.atomic_write import write_json
 
     task = workload(model, batch, pixels)
     measurement = measure(task, backend, steps, plan.threads, precision)
-    if versus is not None and measurement.backend == "cuda":
-        raise BackendError("--vs torch compares on the CPU, but backend cuda computes on a GPU; give --backend onednn or numpy.")
-    compared = None
-    if versus is not None:
-        compared = compare(task, measurement.backend, peer_python, plan.threads, steps, precision)
-    print_tables(measurement, compared)
+    print_tables(measurement)
     if out is not None:
-        write_json(out, {**measurement.as_dict(), "comparison": compared})
+        write_json(out, measurement.as_dict())
 
 
 @click.group(cls=Commands)

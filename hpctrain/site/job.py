@@ -13,13 +13,11 @@ import importlib.metadata
 import math
 import os
 import re
-import socket
 import subprocess
 import sys
 import textwrap
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
@@ -30,7 +28,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from hpctrain.config.values import is_bare_number, parse_duration
 from hpctrain.core.errors import ConfigError, LaunchError
 from hpctrain.core.files import nearest_file, read_text
-from hpctrain.core.text import counted, escaped, forbidden, shell_word, shortened
+from hpctrain.core.text import escaped, forbidden, shell_word, shortened
 from hpctrain.site.profile import Site
 from hpctrain.storage.atomic_write import write_text
 
@@ -448,12 +446,9 @@ def submit(site: Site, job: SiteJob) -> Submission:
     """Write the script and submit it.
 
     Raises:
-        ConfigError: the hostfile cannot be read.
-        LaunchError: the scheduler's command is missing or rejects the job, or a host cannot be reached by ssh.
+        LaunchError: the scheduler's command is missing or rejects the job.
         OSError: the script cannot be written.
     """
-    if site.profile.scheduler == "hostfile":
-        _check_hosts(site, Path(job.hostfile), job.nodes)
     job = _reserved(job)
     try:
         write_text(Path(job.script), render(site, job))
@@ -482,67 +477,6 @@ def _reserved(job: SiteJob) -> SiteJob:
             log = Path(job.log).with_name(Path(job.log).name.replace(script.stem, stem, 1))
             return replace(job, script=str(named), log=str(log))
     raise AssertionError("unreachable")
-
-
-#: options of mpiexec and environment variables that replace ssh by another remote shell, but not SSH_AGENT_PID of ssh itself
-_OTHER_SHELL = re.compile(r"^-+launcher|HYDRA_LAUNCHER|_[rs]sh_agent", re.IGNORECASE)
-_SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-n", "--")
-_SSH_SECONDS = 30
-_MOST_CONNECTIONS = 32
-
-
-def _check_hosts(site: Site, hostfile: Path, nodes: int) -> None:
-    """Raise unless `ssh HOST true` succeeds without a password for the hosts of a job, in the file's order.
-
-    mpiexec starts the ranks of other hosts by ssh. It runs in the background, so its error would only be in the log. No host is
-    checked if the profile or the environment names another remote shell.
-
-    Raises:
-        ConfigError: the hostfile cannot be read.
-        LaunchError: a host cannot be reached. The message names the first such host and the reason.
-    """
-    hosts = _hosts(hostfile)[:nodes]
-    if any(_OTHER_SHELL.search(text) for text in (*site.profile.launch.options, *os.environ)):
-        return
-    with ThreadPoolExecutor(_MOST_CONNECTIONS) as pool:
-        faults = dict(zip(hosts, pool.map(_fault_of_host, hosts), strict=True))
-    unreachable = [host for host, fault in faults.items() if fault]
-    if unreachable:
-        first, *others = unreachable
-        also = f" (and {counted(len(others), 'other host')})" if others else ""
-        raise LaunchError(
-            f"Host {shortened(first)} in {hostfile} cannot be reached from this one{also}: {faults[first]}; correct its name, or "
-            f"make `ssh {shell_word(first)} true` succeed without a password."
-        )
-
-
-def _fault_of_host(host: str) -> str:
-    """Return why ssh cannot run a command on a host; "" if it can, or if the host is this one."""
-    if _is_this_host(host):
-        return ""
-    try:
-        done = subprocess.run([*_SSH, host, "true"], capture_output=True, errors="replace", timeout=_SSH_SECONDS, check=False)
-    except FileNotFoundError:
-        return "ssh is not on PATH"
-    except subprocess.TimeoutExpired:
-        return f"ssh did not answer within {_SSH_SECONDS} s"
-    if not done.returncode:
-        return ""
-    last = next(reversed(done.stderr.strip().splitlines()), f"ssh ended with code {done.returncode}")
-    return last.strip().removeprefix("ssh: ").rstrip(".")
-
-
-def _is_this_host(host: str) -> bool:
-    """Return whether a name resolves to an address of this host, the only addresses that a socket can be bound to."""
-    try:
-        addresses = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError):
-        return False
-    for family, kind, protocol, _, address in addresses:
-        with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as opened:
-            opened.bind(address)
-            return True
-    return False
 
 
 def _number(command: Sequence[str]) -> str:

@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
-import sys
-import time
-from collections.abc import Sequence
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -17,13 +13,10 @@ import pytest
 from rich.console import Console
 
 from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
-from hpctrain.backend.onednn.arithmetic import Team
-from hpctrain.backend.onednn.binding import Call, Engine, available
 from hpctrain.bench import data, engine, scaling
 from hpctrain.bench.data import AUGMENT, NORMALISE, READ, WHOLE, DataRates, StageRate
 from hpctrain.bench.engine import Measurement, device_gemm_peak, device_of, layer_table, measure
 from hpctrain.bench.engine_step import EngineStep, Laps, fallbacks, gemm_peak, time_layers, workload
-from hpctrain.bench.interleaved import Rounds, SteppingError, Turn, interleave, ours, with_threads
 from hpctrain.bench.scaling import Point, ScalingStudy, with_efficiency
 from hpctrain.config.load import parse
 from hpctrain.config.schema import Config
@@ -112,30 +105,6 @@ def test_names_and_figures_of_operators_are_whole_in_a_narrow_terminal(
         assert all(layer.name[:20] in text.getvalue() for layer in measured.layers)
 
 
-def test_time_outside_of_shared_work_is_serial() -> None:
-    """Finds time of shared ranges or products that is counted as serial, and time of Python that is not."""
-    if (reason := available()) is not None:
-        pytest.skip(reason)
-    library, methods = Engine(), (Team.share, Call.__call__, Engine.call)
-    team, multiply, matrix = Team(library.library), library.multiply, np.ones((1500, 1500), np.float32)
-
-    def run() -> None:
-        team.share(1, lambda start, stop: time.sleep(0.05))
-        for _ in range(4):
-            multiply(matrix, matrix, np.empty_like(matrix))
-        time.sleep(0.02)
-
-    assert 0.02 <= engine.serial_time(run, 3) < 0.05
-    assert (Team.share, Call.__call__, Engine.call) == methods
-
-
-def test_bounds_of_the_speed_up_follow_amdahls_law(measured_engine: Measurement) -> None:
-    assert measured_engine.speed_up_bound(8) is None
-    measured = replace(measured_engine, threads=2, step_seconds=6.0, serial_seconds=1.0)
-    assert measured.serial_share == pytest.approx(1 / 11)
-    assert measured.speed_up_bound(10) == pytest.approx(11 / 2)
-
-
 def test_lines_of_onednn_are_read() -> None:
     lines = [
         "onednn_verbose,info,oneDNN v3.2.0",
@@ -148,71 +117,6 @@ def test_lines_of_onednn_are_read() -> None:
     assert (conv.kind, conv.implementation, conv.propagation) == ("convolution", "jit:avx2", "forward_training")
     assert (conv.problem, conv.seconds) == ("mb2_ic16oc32_ih14oh14", 0.0005)
     assert (copy.kind, copy.problem, copy.seconds) == ("reorder", "32x16x3x3", 0.00025)
-
-
-@pytest.mark.job
-@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-def test_our_engine_steps_in_a_process(precision: str) -> None:
-    settings = {"model": "small", "batch": 3, "pixels": 29, "options": {}, "backend": "numpy", "precision": precision}
-    one = interleave({"ours": (ours(settings), with_threads(os.environ, 1))}, Rounds(2, 3))["ours"]
-    assert [type(turn) for turn in one.turns] == [Turn, Turn]
-    assert all(turn.finite and turn.wall_seconds > 0 < turn.peak_bytes for turn in one.turns)
-    assert one.facts["parameters"] == 206_922 + 48
-
-
-# a stand-in that says its seconds instead of taking them, and writes each turn down
-_CHILD = """
-import json, sys
-name, seconds, dies, log = sys.argv[1], float(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
-print(json.dumps({"version": name}), flush=True)
-for turn, line in enumerate(sys.stdin):
-    if turn == dies:
-        sys.exit("out of luck")
-    steps = json.loads(line)["steps"]
-    open(log, "a").write(f"{name}{steps} ")
-    print(json.dumps(dict(wall_seconds=seconds * steps, cpu_seconds=seconds, finite=True, loss=1.0,
-        cpu_before_seconds=0.5 * turn, cpu_after_seconds=0.5 * turn + 0.25, peak_bytes=turn)), flush=True)
-"""
-
-_NEVER = 1000
-
-
-def _command(log: Path, name: str, seconds: float, dies: int = _NEVER) -> tuple[Sequence[str], dict[str, str]]:
-    return [sys.executable, "-c", _CHILD, name, str(seconds), str(dies), str(log)], dict(os.environ)
-
-
-@pytest.mark.job
-def test_turns_rotate_and_are_of_single_steps(tmp_path: Path) -> None:
-    log = tmp_path / "log"
-    commands = {name: _command(log, name, seconds) for name, seconds in (("a", 1.0), ("b", 2.0), ("c", 3.0))}
-    series = interleave(commands, Rounds(4, 5, warm_up=3))
-    assert log.read_text() == "a1 a2 b1 b2 c1 c2 a5 b5 c5 b5 c5 a5 c5 a5 b5 a5 b5 c5 "
-    assert series["b"].seconds("wall") == [2.0] * 4
-    assert series["b"].seconds("cpu") == [0.4] * 4
-    assert series["c"].peak_bytes == 5
-    assert series["a"].idle_cpu_seconds == pytest.approx(0.25 * 5)
-    assert series["a"].facts == {"version": "a"}
-
-
-@pytest.mark.job
-def test_only_the_hopeless_of_the_screened_stop(tmp_path: Path) -> None:
-    speeds = {"ours": 9.0, "best": 1.0, "near": 1.2, "far": 1.3}
-    commands = {name: _command(tmp_path / "log", name, seconds) for name, seconds in speeds.items()}
-    series = interleave(commands, Rounds(5, 1), ["best", "near", "far"])
-    assert {name: len(one.turns) for name, one in series.items()} == {"ours": 5, "best": 5, "near": 5, "far": 3}
-    assert [name for name, one in series.items() if one.dropped] == ["far"]
-
-
-@pytest.mark.job
-@pytest.mark.parametrize("dies", [0, 3])
-def test_a_screened_failure_is_noted_another_raised(tmp_path: Path, dies: int) -> None:
-    commands = {"good": _command(tmp_path / "log", "good", 1.0), "bad": _command(tmp_path / "log", "bad", 1.0, dies)}
-    series = interleave(commands, Rounds(4, 1), ["good", "bad"])
-    assert len(series["good"].turns) == 4
-    assert len(series["bad"].turns) == max(0, dies - 2)
-    assert "out of luck" in str(series["bad"].failure)
-    with pytest.raises(SteppingError, match=r"'bad' ended with code 1.*out of luck"):
-        interleave(commands, Rounds(4, 1), ["good"])
 
 
 CONFIG = """

