@@ -222,21 +222,10 @@ def test_the_engine_reports_every_operator(tmp_path: Path, backend: str, job: St
         assert "onednn_verbose" not in printed
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--model", "small", "--threads", "100000"], "threads is 100000, but a rank here may run on"),
-        (
-            ["--model", "small", "--batch", "2", "--steps", "1", "--vs", "torch", "--peer-python", "/bin/false"],
-            "PyTorch does not run with",
-        ),
-    ],
-)
-@pytest.mark.job  # another Python is tried
-def test_mistakes_are_sentences(arguments: list[str], said: str) -> None:
-    done = run_here(0, ["-m", "hpctrain", "bench", "engine", *arguments])
+def test_more_threads_than_a_rank_may_run_on_are_refused() -> None:
+    done = run_here(0, ["-m", "hpctrain", "bench", "engine", "--model", "small", "--threads", "100000"])
     assert (done.code, "Traceback" in done.stderr) == (2, False)
-    assert said in done.stderr
+    assert "threads is 100000, but a rank here may run on" in done.stderr
 
 
 @pytest.mark.parametrize(("text", "counts"), [("1", (1,)), ("1,2,4", (1, 2, 4)), ("8, 4,4", (4, 8))])

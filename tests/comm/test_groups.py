@@ -27,7 +27,7 @@ from hpctrain.comm.groups import (
     node_numbers,
     within_node,
 )
-from hpctrain.comm.link import ClockMap, LinkModel, Offset, calibrate, measure_offset, measure_operation_seconds
+from hpctrain.comm.link import ClockMap, LinkModel, Offset, calibrate, measure_offset
 from hpctrain.core.errors import CommunicationTimeoutError, DataError, HpctrainError, ShapeError
 from hpctrain_testing.run import run_job
 from hpctrain_testing.virtual.communicator import ThreadCommunicator
@@ -508,25 +508,6 @@ def test_a_rank_sends_all_pieces_but_its_own(ranks: int, n_bytes: int) -> None:
 def test_negative_costs_are_refused(numbers: tuple[float, ...]) -> None:
     with pytest.raises(ValueError, match="must not be negative"):
         LinkModel(*numbers)
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_what_an_operation_takes_of_a_core_is_what_many_at_a_time_do(ranks: int) -> None:
-    """Over a modelled link that serves one after the other: a message, as if it were the core's. All ranks get the same."""
-
-    def program(comm: ThreadCommunicator) -> float:
-        return measure_operation_seconds(comm, virtual_engine(comm))
-
-    link = LinkModel(alpha_seconds=1e-3, beta_seconds_per_byte=0.0)
-    results = run_virtual(ranks, program, link=link)
-    assert results == pytest.approx([link.allgather_seconds(4 * ranks, ranks)] * ranks, rel=0.05)
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_operations_are_measured_under_adversarial_scheduling(seed: int) -> None:
-    results = run_virtual(3, lambda comm: measure_operation_seconds(comm, virtual_engine(comm)), seed=seed)
-    assert len(set(results)) == 1
-    assert results[0] >= 0.0
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 7])

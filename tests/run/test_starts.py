@@ -52,12 +52,12 @@ from hpctrain.run.resume import find_checkpoint, read_together
 from hpctrain.run.training import run_training
 from hpctrain.runs.directory import latest
 from hpctrain.storage import checkpoint
-from hpctrain.storage.checkpoint import convert
 from hpctrain.training.replica import Replica
 from hpctrain_testing.run import Outcome
 from hpctrain_testing.virtual.communicator import ThreadCommunicator
 from hpctrain_testing.virtual.run import run_virtual
 from tests.support import nets
+from tests.support.newest_checkpoint import write_shards
 from tests.support.run_in_process import prepare, train
 from tests.support.runs import _session
 from tests.support.sampling import amount
@@ -451,7 +451,7 @@ def test_checkpoints_that_differ_are_refused_and_no_older_one_takes_their_place(
         path = checkpoint.checkpoint_path(tmp_path / f"{rank}", 9)
         changes = {"output": str(tmp_path / f"{rank}")}
         checkpoint.write(path, checkpoint.CheckpointContent(content.tensors, {**content.meta, **changes, "global_step": step}))
-        convert(path, path.with_suffix(".shards"), sharded=True, shards=2)
+        write_shards(path.with_suffix(".shards"), checkpoint.read(path), 2)
         paths.append(path)
     for ranks in ((0, 0, 0), (2, 2)):
         for suffix in (".h5", ".shards"):
