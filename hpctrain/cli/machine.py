@@ -93,29 +93,22 @@ def calibrate(out: Path, seconds: float, threads: int | None) -> None:
 @click.option("--strict", is_flag=True, help="Also exit with code 2 if there are warnings.")
 @click.option("--json", "as_json", is_flag=True, help="Print all findings and the host and cores of each rank as JSON.")
 @click.option(
-    "--run-directory",
-    type=FilePath(file_okay=False, path_type=Path),
-    help="Directory of runs to test; default: `output` of FILE, or the directory `runs` without a FILE.",
-)
-@click.option(
     "--seconds",
     type=Finite(min=5),
     default=60.0,
     show_default=True,
     help="Time limit of the job, in seconds; the job ends at the limit even if MPI hangs.",
 )
-def doctor(
-    file: Path | None, overrides: tuple[str, ...], strict: bool, as_json: bool, run_directory: Path | None, seconds: float
-) -> None:
+def doctor(file: Path | None, overrides: tuple[str, ...], strict: bool, as_json: bool, seconds: float) -> None:
     """Check whether a training would run well here.
 
     Start it like the training: mpiexec -n 4 python -m mpi4py -m hpctrain doctor FILE. OVERRIDES such as batch=64 override keys of
-    FILE. Without FILE, grid and data files are not checked. Each finding has a line that fixes it. The exit code is 2 if
-    something would stop or spoil a training.
+    FILE. Without FILE, grid and data files are not checked, and the directory for runs is `runs`. Each finding has a line that
+    fixes it. The exit code is 2 if something would stop or spoil a training.
     """
     launcher = detect(os.environ)
     read = None if file is None else partial(load_config, file, overrides)
-    rank = DoctorRank(launcher, read, run_directory, strict, as_json, seconds, time.monotonic() - age_seconds())
+    rank = DoctorRank(launcher, read, strict, as_json, seconds, time.monotonic() - age_seconds())
 
     def work(notebook: Notebook) -> int:
         with job_ends_on_error(rank.rank, rank.abort):

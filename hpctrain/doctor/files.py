@@ -1,4 +1,4 @@
-"""Checks of directories and files: the run directory, data files, and the nodes' local disks and shared memory.
+"""Checks of directories: the directory for runs, and the nodes' local disks and shared memory.
 
 Checkpoints must be writable in the run directory, and all nodes must see them. MPI also writes to /dev/shm and the temporary
 directory. For each check, `gather_...` returns the facts of a rank, and `judge_...` is a pure function of the facts of all ranks.
@@ -14,8 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpctrain.core.errors import HpctrainError
-from hpctrain.core.text import counted, size_text
+from hpctrain.core.text import size_text
 from hpctrain.doctor.check import Check, DoctorFinding, FindingKind, JobView, JoinedPlace, OwnPlace, Severity, fine, present
 from hpctrain.storage.atomic_write import write_bytes
 
@@ -23,13 +22,7 @@ NOT_WRITABLE = FindingKind(
     "run-directory",
     Severity.FAULT,
     "The directory for runs cannot be written: it is read-only, full, or belongs to another user.",
-    "Set `output` in the configuration, or `--run-directory` of the doctor, to a directory that you may write to.",
-)
-SLOW_DIRECTORY = FindingKind(
-    "slow-run-directory",
-    Severity.WARNING,
-    "Writing 1 MB to the directory for runs, with fsync and rename, takes more than 5 s.",
-    "Put `output` on a parallel or local file system.",
+    "Set `output` in the configuration to a directory that you may write to.",
 )
 NOT_SHARED = FindingKind(
     "not-shared",
@@ -38,7 +31,6 @@ NOT_SHARED = FindingKind(
     "Put `output` on a file system that all nodes share.",
 )
 
-_SECONDS = 5.0
 _LOOKS = 20  # a network file system may show a new file late
 _LOOK_SECONDS = 0.1
 _PROBE_BYTES = 1 << 20
@@ -47,11 +39,10 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 @dataclass(frozen=True)
 class DirectoryFacts:
-    """Outcome of a test write."""
+    """Outcome of a test write; `error` is its errno, or 0 on success."""
 
     directory: str
     error: int = 0
-    seconds: float = 0.0
 
 
 def existing(directory: Path) -> Path:
@@ -71,17 +62,16 @@ def gather_directory(place: OwnPlace) -> DirectoryFacts | None:
         return None
     directory = existing(place.directory)
     path = probe_path(directory, "write")
-    begin = time.perf_counter()
     try:
         write_bytes(path, bytes(_PROBE_BYTES))
         path.unlink()
     except OSError as error:
         return DirectoryFacts(str(directory), error.errno or errno.EIO)
-    return DirectoryFacts(str(directory), 0, time.perf_counter() - begin)
+    return DirectoryFacts(str(directory))
 
 
 def judge_directory(job: JobView, facts: Sequence[DirectoryFacts | None]) -> list[DoctorFinding]:
-    """Return one finding: whether the directory for runs can be written, and fast enough."""
+    """Return one finding: whether the directory for runs can be written."""
     fact = facts[0]
     assert fact is not None, "rank 0 gathers facts"
     if fact.error:
@@ -89,8 +79,7 @@ def judge_directory(job: JobView, facts: Sequence[DirectoryFacts | None]) -> lis
         if fact.error in _FULL:
             fix = "Free space, or train with output=DIR on another disk."
         return [NOT_WRITABLE.found(f"{fact.directory} cannot be written: {os.strerror(fact.error)}.", fix)]
-    sentence = f"1 MB was written to {fact.directory} in {fact.seconds:.2f} s."
-    return [SLOW_DIRECTORY.found(sentence) if fact.seconds > _SECONDS else fine(sentence)]
+    return [fine(f"1 MB was written to {fact.directory}.")]
 
 
 def gather_shared(place: JoinedPlace) -> bool | None:
@@ -132,66 +121,11 @@ def judge_shared(job: JobView, facts: Sequence[bool | None]) -> list[DoctorFindi
 DIRECTORY = Check(
     "directory",
     "writing, fsync and rename in the directory for runs",
-    (NOT_WRITABLE, SLOW_DIRECTORY),
+    (NOT_WRITABLE,),
     gather_directory,
     judge_directory,
 )
 SHARED = Check("sharing", "that all nodes see the directory for runs", (NOT_SHARED,), gather_shared, judge_shared, joined=True)
-
-
-OTHER_DATA = FindingKind(
-    "other-data",
-    Severity.FAULT,
-    "Data files or weights cannot be opened, differ between ranks, or do not fit each other or the model.",
-    "Give all nodes the same files, with the same classes and for this model.",
-)
-
-
-def gather_same(place: JoinedPlace) -> tuple[str, int]:
-    """Compare data files and weights between ranks, and with each other and the model. Collective.
-
-    Return (message of the error that a training would raise, "" if the ranks agree; number of compared files).
-    """
-    config, world = place.own.config, place.world
-    if config is None:
-        return "", 0
-    from hpctrain.assembly.images import check_files
-    from hpctrain.comm.base import compare, raise_on_all_ranks
-    from hpctrain.run.build import read_weights
-    from hpctrain.run.images import open_alike
-
-    try:
-        files = len(open_alike(world, config, tuple(config.data.files)))
-        if config.init.weights is not None:
-            weights = Path(config.init.weights)
-            compare(world, raise_on_all_ranks(world, lambda: read_weights(world, weights)))
-            files += 1
-        raise_on_all_ranks(world, lambda: check_files(config))
-    except HpctrainError as error:
-        return str(error), 0
-    return "", files
-
-
-def judge_same(job: JobView, facts: Sequence[tuple[str, int]]) -> list[DoctorFinding]:
-    """Return one finding: whether all ranks have the same data files and weights."""
-    difference, files = facts[0]
-    if difference:
-        return [OTHER_DATA.from_error(difference)]
-    if not files:
-        return [fine("There are none.")]
-    if job.size == 1:
-        return [fine(f"{counted(files, 'file')} can be opened.")]
-    return [fine(f"All ranks have the same {'data file' if files == 1 else f'{files} data files'}.")]
-
-
-SAME = Check(
-    "data files",
-    "that all ranks have the same data files and weights, and that these fit the model",
-    (OTHER_DATA,),
-    gather_same,
-    judge_same,
-    joined=True,
-)
 
 
 NO_SCRATCH = FindingKind(

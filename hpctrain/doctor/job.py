@@ -23,20 +23,17 @@ from hpctrain.launch.child import Notebook, RankEnd
 CHECKS: Sequence[Check] = (
     ranks.LAUNCHER,
     ranks.MPI_LIBRARY,
-    ranks.GRID,
+    ranks.TRAINING,
     ranks.BINDING,
     ranks.THREADS,
     nodes.MEMORY,
     nodes.LINK,
     nodes.GPUS,
     nodes.KERNELS,
-    nodes.VERSIONS,
     nodes.START_UP,
     files.DIRECTORY,
     files.SHARED,
-    files.SAME,
     files.SCRATCH,
-    nodes.CLOCKS,
 )
 
 #: kinds without a check: ends of the doctor's own job, and a check that failed with an exception

@@ -1,4 +1,4 @@
-"""Checks of the nodes: memory, GPUs, kernels, versions, start-up time, clocks, and the links between nodes.
+"""Checks of the nodes: memory, GPUs, kernels, start-up time, and the links between nodes.
 
 For each check, `gather_...` returns the facts of a rank, and `judge_...` is a pure function of the facts of all ranks.
 """
@@ -19,10 +19,9 @@ from hpctrain.assembly.recipe import columns
 from hpctrain.backend.choice import NodePlace, make_backend
 from hpctrain.backend.onednn.kernel_set import available
 from hpctrain.comm.device_probe import AWARE, GTL_WORDS, UNAWARE, UNTRIED, trial
-from hpctrain.comm.link import Offset, measure_offset
 from hpctrain.config.schema import Config
-from hpctrain.core.errors import ConfigError, HpctrainError
-from hpctrain.core.text import counted, size_text, spans
+from hpctrain.core.errors import HpctrainError
+from hpctrain.core.text import counted, size_text
 from hpctrain.doctor.check import (
     Check,
     DoctorFinding,
@@ -34,7 +33,6 @@ from hpctrain.doctor.check import (
     fine,
     present,
 )
-from hpctrain.job.same_start import check_same_start
 from hpctrain.planner.measure.measurement import facts_here
 from hpctrain.planner.planned_run import description, prepare
 
@@ -309,44 +307,6 @@ KERNELS = Check(
 )
 
 
-MISMATCH = FindingKind(
-    "mismatch",
-    Severity.FAULT,
-    "Ranks have other packages, files of hpctrain or configurations than rank 0, which a training refuses.",
-    "Give all nodes the same environment.",
-)
-
-
-def gather_versions(place: JoinedPlace) -> str:
-    """Return the first difference between ranks; "" if there is none. Collective."""
-    try:
-        check_same_start(place.world, place.own.config, leads_node=place.own.leads_node)
-    except ConfigError as error:
-        return str(error)
-    return ""
-
-
-def judge_versions(job: JobView, facts: Sequence[str]) -> list[DoctorFinding]:
-    """Return one finding: the first difference between ranks, or that there is none."""
-    difference = facts[0]
-    if difference:
-        finding = MISMATCH.from_error(difference)
-        ranks = [rank for rank in range(job.size) if f"Rank {rank} has " in difference]
-        where = "".join(f" (rank {rank} is on {job.hosts[rank]})" for rank in ranks)
-        return [MISMATCH.found(f"{finding.sentence.removesuffix('.')}{where}.", finding.fix)]
-    return [fine("All ranks have the same packages and files." if job.size > 1 else "One rank.")]
-
-
-VERSIONS = Check(
-    "versions",
-    "versions of packages and files of hpctrain on all nodes",
-    (MISMATCH,),
-    gather_versions,
-    judge_versions,
-    joined=True,
-)
-
-
 SLOW_IMPORT = FindingKind(
     "slow-import",
     Severity.WARNING,
@@ -374,48 +334,6 @@ def judge_start_up(job: JobView, facts: Sequence[float | None]) -> list[DoctorFi
 
 START_UP = Check(
     "start-up", "the time to load Python and all modules of a training", (SLOW_IMPORT,), gather_start_up, judge_start_up
-)
-
-
-SKEW = FindingKind(
-    "clock-skew",
-    Severity.WARNING,
-    "The wall clocks of nodes differ, so that the autopsy of a failed job would order events of different nodes wrongly.",
-    "Install a time service (chrony) on these nodes, or exclude them: `srun --exclude=NODES`.",
-)
-
-_ROUNDS = 10
-#: maximum harmless difference of clocks
-_MOST_SKEW_SECONDS = 0.5
-
-
-def gather_clocks(place: JoinedPlace) -> Offset:
-    """Return this rank's wall clock minus rank 0's. Collective."""
-    return measure_offset(place.world, place.progress.wait_handle, clock_ns=time.time_ns, rounds=_ROUNDS)
-
-
-def judge_clocks(job: JobView, facts: Sequence[Offset]) -> list[DoctorFinding]:
-    """Return one finding: the nodes whose clocks differ from rank 0's by more than the limit, or the maximum difference."""
-    seconds = [(abs(fact.offset_ns) - fact.error_ns) * 1e-9 for fact in facts]
-    late = [rank for rank, apart in enumerate(seconds) if apart > _MOST_SKEW_SECONDS]
-    if late:
-        worst = max(late, key=lambda rank: seconds[rank])
-        hosts = list(dict.fromkeys(job.hosts[rank] for rank in late))
-        offset = facts[worst].offset_ns * 1e-9
-        direction = "ahead of" if offset > 0 else "behind"
-        return [
-            SKEW.found(
-                f"The clock of {job.hosts[worst]} is {abs(offset):.1f} s {direction} that of {job.hosts[0]} "
-                f"(ranks {spans(late)}).",
-                f"srun --exclude={','.join(hosts)} ..., or a time service (chrony) on these nodes.",
-            )
-        ]
-    most = max((abs(fact.offset_ns) + fact.error_ns) * 1e-6 for fact in facts)
-    return [fine("One node." if len(job.nodes) == 1 else f"Clocks of {len(job.nodes)} nodes are at most {most:.1f} ms apart.")]
-
-
-CLOCKS = Check(
-    "clocks", "the wall clocks of the nodes against that of the first one", (SKEW,), gather_clocks, judge_clocks, joined=True
 )
 
 

@@ -1,4 +1,4 @@
-"""Checks of how the ranks were started: launcher, MPI library, cores and threads, and the configuration's grid.
+"""Checks of how the ranks were started: launcher, MPI library, cores and threads, and the start of a training.
 
 The most frequent fault has no error message: N processes that each form a job of one rank. Shared cores slow down a training more
 than any other fault. For each check, `gather_...` returns the facts of a rank, and `judge_...` is a pure function of the facts of
@@ -8,23 +8,37 @@ all ranks.
 from __future__ import annotations
 
 import os
-import shlex
-import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from hpctrain.assembly.images import check_files
 from hpctrain.assembly.recipe import Recipe, check_batch, columns, describe
+from hpctrain.comm.base import compare, raise_on_all_ranks
 from hpctrain.comm.groups import check_grid
+from hpctrain.config.schema import Config
 from hpctrain.core.errors import HpctrainError
 from hpctrain.core.text import counted
-from hpctrain.doctor.check import Check, DoctorFinding, FindingKind, JobView, OwnPlace, Severity, capital, fine
+from hpctrain.doctor.check import (
+    Check,
+    DoctorFinding,
+    FindingKind,
+    JobView,
+    JoinedPlace,
+    OwnPlace,
+    Severity,
+    capital,
+    fine,
+)
+from hpctrain.job.same_start import check_same_start
 from hpctrain.job.session import describe_cores
 from hpctrain.launch.control_groups import whole_quota
 from hpctrain.launch.launcher import Launcher, lone_fault, without_launcher, world_fault
 from hpctrain.launch.threads import core_names
+from hpctrain.run.build import read_weights
+from hpctrain.run.images import open_alike
 
 SINGLETONS = FindingKind(
     "singletons",
@@ -134,108 +148,48 @@ NO_LIBRARY = FindingKind(
     "mpi4py finds no MPI library, without which no training starts under a launcher.",
     "pip install mpich",
 )
-OTHER_MPIEXEC = FindingKind(
-    "other-mpiexec",
-    Severity.WARNING,
-    "The first mpiexec on PATH belongs to another MPI than the library that mpi4py loads; each rank that it starts is alone.",
-    "Put the folder of the right mpiexec first: `export PATH=FOLDER:$PATH`.",
-)
-THREAD_LEVEL = FindingKind(
-    "thread-level",
-    Severity.WARNING,
-    "MPI has started at thread level single or funneled, so no thread can move messages while layers compute.",
-    "Unset `MPI4PY_RC_THREAD_LEVEL`; on Cray: `export MPICH_MAX_THREAD_SAFETY=multiple`.",
-)
-
 _ANSWER_SECONDS = 5.0
-#: (word in the text of a library or launcher, MPI)
-_FAMILIES = (
-    ("Open MPI", "Open MPI"),
-    ("OpenRTE", "Open MPI"),
-    ("PRRTE", "Open MPI"),
-    ("prte", "Open MPI"),
-    ("Intel", "Intel MPI"),
-    ("MPICH", "MPICH"),
-    ("HYDRA", "MPICH"),
-    ("MVAPICH", "MVAPICH"),
-)
+#: words of the version texts of known MPI libraries
+_LIBRARIES = ("Open MPI", "Intel", "MPICH", "MVAPICH")
 
 
 @dataclass(frozen=True)
 class LibraryFacts:
-    """MPI library of mpi4py, and launchers on PATH.
+    """MPI library of mpi4py.
 
     Attributes:
-        launchers: pairs (path of mpiexec, its MPI or ""), in the order of PATH.
+        mpiexec: path of mpiexec in the folder of this Python; "" if there is none.
         library: library that mpi4py loads, found by a process that starts no MPI.
         error: why no library could be loaded; "" if one could.
     """
 
-    launchers: tuple[tuple[str, str], ...] = ()
     mpiexec: str = ""
     library: str = ""
     error: str = ""
 
 
 def gather_library(place: OwnPlace) -> LibraryFacts | None:
-    """Return the MPI library and launchers, on rank 0. Starts processes."""
+    """Return the MPI library, on rank 0. A process that starts no MPI loads it."""
     if not place.leads_job:
         return None
-    folders = dict.fromkeys(os.environ.get("PATH", "").split(os.pathsep))
-    paths = [path for path in (shutil.which("mpiexec", path=folder) for folder in folders) if path]
-    launchers = tuple((path, family(_output_of([path, "--version"]))) for path in paths)
-    library = _output_of([sys.executable, "-m", "mpi4py", "--mpi-lib-version"])
-    name = " ".join(library.partition("\n")[0].split()) if family(library) else ""
-    return LibraryFacts(launchers, environment_mpiexec(), name)
-
-
-def family(text: str) -> str:
-    """Return the MPI implementation that a version text names; "" if it names none that is known."""
-    return next((name for word, name in _FAMILIES if word in text), "")
-
-
-def _output_of(command: Sequence[str]) -> str:
-    """Return the output of a short command, run without a launcher's variables; "" if it does not end in time."""
+    command, environment = [sys.executable, "-m", "mpi4py", "--mpi-lib-version"], without_launcher(os.environ)
     try:
-        done = subprocess.run(
-            command, env=without_launcher(os.environ), capture_output=True, text=True, timeout=_ANSWER_SECONDS, check=False
-        )
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=_ANSWER_SECONDS, check=False)
     except (OSError, subprocess.SubprocessError):
-        return ""
-    return done.stdout + done.stderr
+        return LibraryFacts(environment_mpiexec())
+    first_line = " ".join(done.stdout.partition("\n")[0].split())
+    return LibraryFacts(environment_mpiexec(), first_line if any(name in first_line for name in _LIBRARIES) else "")
 
 
 def judge_library(job: JobView, facts: Sequence[LibraryFacts]) -> list[DoctorFinding]:
-    """Return all faults of the library, or a finding with its name."""
-    first = facts[0]
-    library = job.library or first.library
-    if first.error or not library:
-        return [NO_LIBRARY.from_error(first.error or "mpi4py loads no MPI library known to hpctrain.")]
-    findings = _other_launcher(first, family(library))
-    level = library.rpartition("thread level ")[2]  # equals the library's name if MPI has not started
-    if level in ("single", "funneled"):
-        findings.append(THREAD_LEVEL.found(f"MPI has started at thread level {level}, although serialized was requested."))
-    return findings or [fine(f"{library}.")]
+    """Return one finding: the name of the library, or that there is none."""
+    library = job.library or facts[0].library
+    if facts[0].error or not library:
+        return [NO_LIBRARY.from_error(facts[0].error or "mpi4py loads no MPI library known to hpctrain.")]
+    return [fine(f"{library}.")]
 
 
-def _other_launcher(facts: LibraryFacts, library: str) -> list[DoctorFinding]:
-    """Return a warning if the first mpiexec on PATH belongs to another MPI."""
-    families = {path: name for path, name in facts.launchers if name}
-    if not families or not library or next(iter(families.values())) == library:
-        return []
-    path, name = next(iter(families.items()))
-    right = facts.mpiexec or next((other for other, its in families.items() if its == library), "")
-    fix = f"export PATH={shlex.quote(str(Path(right).parent))}:$PATH" if right else f"Use the mpiexec of {library}."
-    return [OTHER_MPIEXEC.found(f"The first mpiexec on PATH ({path}) belongs to {name}, but mpi4py loads {library}.", fix)]
-
-
-MPI_LIBRARY = Check(
-    "MPI",
-    "the MPI library of mpi4py, the mpiexec on PATH, and the thread level",
-    (NO_LIBRARY, OTHER_MPIEXEC, THREAD_LEVEL),
-    gather_library,
-    judge_library,
-)
+MPI_LIBRARY = Check("MPI", "the MPI library of mpi4py", (NO_LIBRARY,), gather_library, judge_library)
 
 
 TOO_MANY_THREADS = FindingKind(
@@ -375,36 +329,69 @@ THREADS = Check(
 )
 
 
-WRONG_GRID = FindingKind(
-    "wrong-grid",
+REFUSED = FindingKind(
+    "refused",
     Severity.FAULT,
-    "The grid of the configuration, or its batch, does not fit the number of ranks.",
-    "Set `grid.rows` and `grid.cols` so that they multiply to the number of ranks.",
+    "A training refuses this job: ranks have other packages, configurations or files than rank 0, or the grid, the batch, data "
+    "files or weights do not fit.",
+    "Give all nodes the same environment and files, and set `grid` and `batch` for this number of ranks.",
 )
 
 
-def judge_grid(job: JobView, facts: Sequence[None]) -> list[DoctorFinding]:
-    """Return one finding: whether the grid and the batch fit the number of ranks."""
-    config = job.config
-    if config is None:
-        return [fine("Not checked: no configuration was given.")]
-    if "grid" in config.automatic or "plan" in config.automatic:
-        return [fine("Chosen when a training starts (auto).")]
-    ranks = job.launcher.expected_size or job.size  # if each rank is alone, the launcher is at fault, not the grid
-    cols = columns(config, ranks)
+def gather_training(place: JoinedPlace) -> tuple[str, str]:
+    """Compare and check what a training compares and checks before its first step, in the same order. Collective.
+
+    Return (message of the first error, "" if there is none; sentence on a job without an error).
+    """
+    config, world = place.own.config, place.world
     try:
-        check_grid(config.grid.rows, cols, ranks)
-        check_batch(config.batch, config.grid.rows, cols)
-        plan = Recipe(config, grid=(config.grid.rows, cols)).plan
+        check_same_start(world, config, leads_node=place.own.leads_node)
+        if config is None:
+            return "", f"{'All ranks have the same packages and files. ' * (world.size > 1)}No configuration was given."
+        # If each rank is alone, the launcher is at fault, not the grid.
+        ranks = place.own.launcher.expected_size or world.size
+        grid = raise_on_all_ranks(world, lambda: _grid(config, ranks))
+        files = len(open_alike(world, config, tuple(config.data.files)))
+        if config.init.weights is not None:
+            weights = Path(config.init.weights)
+            compare(world, raise_on_all_ranks(world, lambda: read_weights(world, weights)))
+            files += 1
+        raise_on_all_ranks(world, lambda: check_files(config))
     except HpctrainError as error:
-        return [WRONG_GRID.from_error(str(error))]
-    return [fine(f"{describe(plan)}.")]
+        return str(error), ""
+    return "", f"Grid {grid}; {counted(files, 'data file')}{', the same on all ranks' if world.size > 1 else ''}."
 
 
-GRID = Check(
-    "grid",
-    "the configuration's grid and batch on this number of ranks",
-    (WRONG_GRID,),
-    lambda _: None,
-    judge_grid,
+def _grid(config: Config, ranks: int) -> str:
+    """Return a short description of the grid.
+
+    Raises:
+        HpctrainError: the grid or the batch does not fit the number of ranks.
+    """
+    if "grid" in config.automatic or "plan" in config.automatic:
+        return "chosen when a training starts (auto)"
+    cols = columns(config, ranks)
+    check_grid(config.grid.rows, cols, ranks)
+    check_batch(config.batch, config.grid.rows, cols)
+    return describe(Recipe(config, grid=(config.grid.rows, cols)).plan)
+
+
+def judge_training(job: JobView, facts: Sequence[tuple[str, str]]) -> list[DoctorFinding]:
+    """Return one finding: the first error of a training, or its grid and files."""
+    error, sentence = facts[0]
+    if not error:
+        return [fine(sentence)]
+    finding = REFUSED.from_error(error)
+    differ = [rank for rank in range(job.size) if f"Rank {rank} has " in error]
+    where = "".join(f" (rank {rank} is on {job.hosts[rank]})" for rank in differ)
+    return [REFUSED.found(f"{finding.sentence.removesuffix('.')}{where}.", finding.fix)]
+
+
+TRAINING = Check(
+    "training",
+    "what a training compares and checks: packages, files of hpctrain, configurations, grid, batch, data files and weights",
+    (REFUSED,),
+    gather_training,
+    judge_training,
+    joined=True,
 )

@@ -8,26 +8,19 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from rich.table import Table
-
 from hpctrain.core.console import PlainConsole, plain_table
 from hpctrain.doctor.check import Severity, exit_code
 from hpctrain.doctor.job import Examination
 from hpctrain.doctor.nodes import GPUS, GpuFacts
-from hpctrain.doctor.ranks import BINDING, THREADS, CoreFacts
+from hpctrain.doctor.ranks import BINDING, CoreFacts
 from hpctrain.job.session import ranges
 
 _WIDTH = 80  # without a terminal, as under mpiexec
-#: checks of the places of ranks
-_PLACES = (BINDING.name, THREADS.name, GPUS.name)
-_MOST_RANKS = 16
-_MOST_CONTAINED = 4  # GPUs of a rank, by name
-
 _STYLES = {Severity.OK: "", Severity.REMARK: "cyan", Severity.WARNING: "yellow", Severity.FAULT: "bold red"}
 
 
 def print_table(examination: Examination, *, strict: bool) -> None:
-    """Print the findings with their fixes, the map of the ranks if their places have a finding, and the conclusion."""
+    """Print the findings with their fixes, and the conclusion."""
     text, terminal = io.StringIO(), sys.stdout.isatty() and examination.job.launcher.name == "none"
     width = None if terminal else _WIDTH
     console = PlainConsole(file=text, width=width, force_terminal=terminal)
@@ -41,10 +34,6 @@ def print_table(examination: Examination, *, strict: bool) -> None:
             if finding.fix:
                 table.add_row("", "fix", finding.fix)
     console.print(table)
-    places = (finding for check in _PLACES for finding in examination.findings.get(check, ()))
-    if examination.job.size > 1 and any(finding.key for finding in places):
-        console.print()
-        console.print(_map_table(examination))
     console.print()
     console.print(conclusion(examination, strict=strict))
     sys.stdout.write("".join(f"{line.rstrip()}\n" for line in text.getvalue().split("\n")[:-1]))
@@ -65,19 +54,6 @@ def conclusion(examination: Examination, *, strict: bool) -> str:
 
 def _count(number: int, noun: str) -> str:
     return f"{number or 'no'} {noun if number == 1 else f'{noun}s'}"
-
-
-def _map_table(examination: Examination) -> Table:
-    """Return a table with rank, host, logical CPUs, threads and GPUs of the first ranks."""
-    headings = ("rank", "host", "CPUs", "threads", "GPUs")
-    table = plain_table(*headings, left=len(headings))
-    places = list(rank_map(examination))
-    for place in places[:_MOST_RANKS]:
-        gpus = ", ".join(place["gpus"]) if len(place["gpus"]) <= _MOST_CONTAINED else f"{len(place['gpus'])} GPUs"
-        table.add_row(str(place["rank"]), place["host"], place["cpus"], str(place["threads"] or ""), gpus)
-    if len(places) > _MOST_RANKS:
-        table.add_row("...", f"{len(places) - _MOST_RANKS} more ranks, which --json lists")
-    return table
 
 
 def rank_map(examination: Examination) -> Iterator[dict[str, Any]]:

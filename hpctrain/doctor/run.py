@@ -38,14 +38,12 @@ class DoctorRank:
     """One rank of the doctor's job.
 
     Attributes:
-        directory: directory for runs; None: the one of the configuration.
         strict: whether warnings count as faults.
         began: time by `time.monotonic` when this rank was started.
     """
 
     launcher: Launcher
     read: Callable[[], tuple[Config, Source]] | None
-    directory: Path | None
     strict: bool
     as_json: bool
     seconds: float
@@ -111,7 +109,7 @@ class DoctorRank:
         from hpctrain.doctor import job
         from hpctrain.doctor.check import OwnPlace
 
-        place = OwnPlace(self.launcher, None, self.directory or _DEFAULT_DIRECTORY)
+        place = OwnPlace(self.launcher, None, _DEFAULT_DIRECTORY)
         if isinstance(end.note, job.Progression) and end.note.concluded:
             self._say(place, f"After its report, the doctor {end.in_words} while {end.note.phase}.")
             return USER_ERROR
@@ -145,7 +143,7 @@ class DoctorRank:
         from hpctrain.doctor.check import OwnPlace, load_training
 
         seconds = load_training(self.began)
-        directory = self.directory or (_DEFAULT_DIRECTORY if config is None else Path(config.output))
+        directory = _DEFAULT_DIRECTORY if config is None else Path(config.output)
         return OwnPlace(self.launcher, config, directory, threads, fault, variables, seconds)
 
     def _without_mpi(self, place: OwnPlace, notes: RankNotes, error: str) -> int:

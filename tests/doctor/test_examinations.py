@@ -264,21 +264,10 @@ def test_the_conclusion_counts(severities: list[Severity], strict: bool, sentenc
     assert report.conclusion(outcome, strict=strict) == sentence
 
 
-def test_a_large_job_has_a_short_map(capsys: pytest.CaptureFixture[str]) -> None:
-    report.print_table(
-        examination([DoctorFinding(Severity.REMARK, "It is.", "Bind.", "unbound")], ranks=100, gpus=8), strict=False
-    )
-    text = capsys.readouterr().out
-    assert "84 more ranks" in text
-    assert text.count("8 GPUs") == 16
-
-
 def test_a_job_without_findings_fits_a_screen(capsys: pytest.CaptureFixture[str]) -> None:
     well = {check.name: [fine("It is well.")] for check in CHECKS}
     report.print_table(replace(examination([], ranks=100, gpus=8), findings=well), strict=False)
-    text = capsys.readouterr().out
-    assert len(text.splitlines()) <= 23
-    assert "rank " not in text
+    assert len(capsys.readouterr().out.splitlines()) <= 23
 
 
 def test_json_has_all_findings_and_all_ranks(capsys: pytest.CaptureFixture[str]) -> None:
@@ -304,7 +293,7 @@ def rank_of(monkeypatch: pytest.MonkeyPatch) -> Callable[..., DoctorRank]:
 
     def make(rank: int, read: Any = None) -> DoctorRank:
         launcher = Launcher("MPICH hydra mpiexec", 4, rank, 2, rank % 2, "PMI_RANK")
-        return DoctorRank(launcher, read, None, False, False, 5.0, 0.0)
+        return DoctorRank(launcher, read, False, False, 5.0, 0.0)
 
     return make
 

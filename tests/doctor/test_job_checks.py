@@ -1,4 +1,4 @@
-"""What the doctor finds about jobs: grids, launchers, memory, MPI, progress, starts and versions."""
+"""What the doctor finds about jobs: launchers, memory, MPI, links, and the start of a training."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,59 +12,42 @@ from hypothesis import strategies as st
 
 from hpctrain.backend.choice import NodePlace
 from hpctrain.comm.progress import ProgressEngine
+from hpctrain.core.errors import HpctrainError
 from hpctrain.core.text import size_text
 from hpctrain.doctor import nodes as node_checks
 from hpctrain.doctor import ranks as rank_checks
-from hpctrain.doctor.check import Check, JobView, OwnPlace, Severity
+from hpctrain.doctor.check import Check, DoctorFinding, JobView, OwnPlace, Severity
 from hpctrain.doctor.nodes import MemoryFacts
 from hpctrain.doctor.ranks import LauncherFacts, LibraryFacts
 from hpctrain.job import same_start
 from hpctrain.launch.launcher import Launcher
 from hpctrain_testing.virtual.communicator import ThreadCommunicator
 from hpctrain_testing.virtual.run import run_virtual
-from tests.support.doctored import configuration, keys, view
+from tests.support.doctored import configuration, view
 
 
 @given(st.integers(1, 12), st.integers(1, 6), st.integers(1, 6))
 def test_a_grid_fits_where_it_multiplies_to_the_ranks(ranks: int, rows: int, cols: int) -> None:
     config = configuration(f"grid.rows={rows}", f"grid.cols={cols}")
-    [found] = rank_checks.judge_grid(view(ranks, config=config), [None] * ranks)
-    assert found.key == ("" if rows * cols == ranks else "wrong-grid")
-    if found.key:
-        assert f"must be {ranks}, and the nearest legal grid is" in found.fix
+    if rows * cols == ranks:
+        assert rank_checks._grid(config, ranks).startswith(f"{rows} x {cols}")
+        return
+    with pytest.raises(HpctrainError, match=f"must be {ranks}, and the nearest legal grid is"):
+        rank_checks._grid(config, ranks)
 
 
 def test_a_batch_that_is_smaller_than_the_ranks_is_named() -> None:
-    config = configuration("batch=2", "micro_batches=1")
-    [found] = rank_checks.judge_grid(view(3, config=config), [None] * 3)
-    assert found.key == "wrong-grid"
-    assert "smallest batch is 3" in found.fix
-
-
-@pytest.mark.parametrize("overrides", [["grid=auto"], ["plan=auto"]])
-def test_what_is_chosen_at_the_start_is_no_fault(overrides: list[str]) -> None:
-    assert keys(rank_checks.judge_grid(view(5, config=configuration(*overrides)), [None] * 5)) == [""]
-    assert keys(rank_checks.judge_grid(view(5), [None] * 5)) == [""]
-
-
-def test_where_each_rank_is_alone_the_grid_is_judged_by_what_was_asked_for() -> None:
-    config = configuration("grid.rows=2", "grid.cols=2")
-    alone = Launcher("Open MPI mpiexec", 4, 0)
-    assert keys(rank_checks.judge_grid(view(1, launcher=alone, config=config), [None])) == [""]
+    with pytest.raises(HpctrainError, match="smallest batch is 3"):
+        rank_checks._grid(configuration("batch=2", "micro_batches=1"), 3)
+    assert "auto" in rank_checks._grid(configuration("grid=auto", "batch=2", "micro_batches=1"), 3)
 
 
 OWN, NONE = LauncherFacts("/venv/bin/mpiexec"), LauncherFacts("")
-FACTS = LibraryFacts((("/venv/bin/mpiexec", "MPICH"),), "/venv/bin/mpiexec", "MPICH Version: 5.0.2")
-OTHER = (("/usr/bin/mpiexec", "Open MPI"), ("/venv/bin/mpiexec", "MPICH"))
+FACTS = LibraryFacts("/venv/bin/mpiexec", "MPICH Version: 5.0.2")
 ALONE, OPEN_MPI = Launcher("none"), Launcher("Open MPI mpiexec", 4, 0)
 EACH_ALONE = "{} has started 4 processes, but each is rank 0 of 1"
-OTHER_MPI = "(/usr/bin/mpiexec) belongs to Open MPI, but mpi4py loads MPICH."
 LOADED = "Rank 1 (nid1) loaded in {:.1f} s."
 STARTED = "started by MPICH hydra mpiexec."
-
-
-def libraries(**changes: Any) -> list[LibraryFacts | None]:
-    return [replace(FACTS, **changes), None]
 
 
 #: by what is judged: the job, its facts, the key, words of the sentence, and of its fix
@@ -87,39 +70,15 @@ JUDGED: list[tuple[Check, JobView, Sequence[Any], str, str, str]] = [
     (rank_checks.LAUNCHER, view(1, launcher=ALONE), [OWN], "alone", "", ""),
     (rank_checks.LAUNCHER, view(2, 2), [OWN] * 4, "", f"4 ranks on 2 nodes, {STARTED}", ""),
     (rank_checks.LAUNCHER, view(1), [OWN], "", f"1 rank on 1 node, {STARTED}", ""),
-    (rank_checks.MPI_LIBRARY, view(2), libraries(), "", "MPICH Version: 5.0.2, thread level serialized.", ""),
+    (rank_checks.MPI_LIBRARY, view(2), [FACTS, None], "", "MPICH Version: 5.0.2, thread level serialized.", ""),
     (
         rank_checks.MPI_LIBRARY,
         view(1, library=""),
-        libraries(error="MPI cannot be started (no libmpi.so.12); install one with `pip install mpich`.")[:1],
+        [replace(FACTS, error="MPI cannot be started (no libmpi.so.12); install one with `pip install mpich`.")],
         *("no-mpi-library", "", "Install one with `pip install mpich`."),
     ),
     (rank_checks.MPI_LIBRARY, view(1, library=""), [LibraryFacts()], "no-mpi-library", "", ""),
     (rank_checks.MPI_LIBRARY, view(1, library=""), [FACTS], "", "", ""),  # it has not started, but it is there
-    (rank_checks.MPI_LIBRARY, view(2), libraries(launchers=OTHER), "other-mpiexec", OTHER_MPI, "export PATH=/venv/bin:$PATH"),
-    (
-        rank_checks.MPI_LIBRARY,
-        view(2),
-        libraries(launchers=OTHER, mpiexec=""),
-        "other-mpiexec",
-        OTHER_MPI,
-        "export PATH=/venv/bin:$PATH",
-    ),
-    (
-        rank_checks.MPI_LIBRARY,
-        view(2),
-        libraries(launchers=OTHER[:1], mpiexec=""),
-        "other-mpiexec",
-        OTHER_MPI,
-        "Use the mpiexec of MPICH.",
-    ),
-    (
-        rank_checks.MPI_LIBRARY,
-        view(2),
-        libraries(launchers=(("/x/mpiexec", ""), *OTHER), mpiexec="/a b/mpiexec"),
-        *("other-mpiexec", OTHER_MPI, "export PATH='/a b':$PATH"),
-    ),
-    (rank_checks.MPI_LIBRARY, view(2), libraries(launchers=(("/x/mpiexec", ""),)), "", "", ""),  # which says nothing
     (node_checks.START_UP, view(1, 1, 1), [1.0, 4.9, None], "", LOADED.format(4.9), ""),
     (node_checks.START_UP, view(1, 1, 1), [1.0, 5.1, None], "slow-import", LOADED.format(5.1), ""),
     (node_checks.START_UP, view(1), [None], "", "", ""),  # not measured
@@ -210,54 +169,28 @@ def test_where_there_is_no_plan_nothing_is_said(overrides: list[str], reason: st
     assert leader.node_bytes > 0
 
 
-@pytest.mark.parametrize("level", ["single", "funneled", "serialized", "multiple"])
-def test_a_low_thread_level_is_a_warning(level: str) -> None:
-    [found] = rank_checks.judge_library(view(1, library=f"MPICH Version: 5.0.2, thread level {level}"), [FACTS])
-    assert found.key == ("thread-level" if level in ("single", "funneled") else "")
-
-
-@pytest.mark.parametrize(
-    ("text", "name"),
-    [
-        ("mpiexec (Open MPI) 5.0.11", "Open MPI"),
-        ("mpiexec (OpenRTE) 4.1.4", "Open MPI"),
-        ("HYDRA build details:\n Version: 5.0.2", "MPICH"),
-        ("MPI VERSION : CRAY MPICH version 8.1", "MPICH"),
-        ("Intel(R) MPI Library for Linux* OS, Version 2021", "Intel MPI"),
-        ("something", ""),
-    ],
-)
-def test_families_are_known_by_their_words(text: str, name: str) -> None:
-    assert rank_checks.family(text) == name
-
-
 @pytest.mark.job
-@pytest.mark.slow
-def test_the_launchers_on_the_path_are_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for folder, line in (("a", "echo 'mpiexec (Open MPI) 5.0.11'"), ("b", "exit 1")):
-        (tmp_path / folder).mkdir()
-        (tmp_path / folder / "mpiexec").write_text(f"#!/bin/sh\n{line}\n")
-        (tmp_path / folder / "mpiexec").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}/a:{tmp_path}/b:{tmp_path}/nowhere")
-    facts = rank_checks.gather_library(OwnPlace(Launcher("none"), None, tmp_path))
-    assert facts.launchers == ((f"{tmp_path}/a/mpiexec", "Open MPI"), (f"{tmp_path}/b/mpiexec", ""))
-    assert rank_checks.family(facts.library), "the tests' own MPI is known"
+def test_the_mpi_library_is_known_on_the_first_rank(tmp_path: Path) -> None:
+    assert rank_checks.gather_library(OwnPlace(Launcher("none"), None, tmp_path)).library
     assert rank_checks.gather_library(OwnPlace(Launcher("x", 2, 1, 2, 1), None, tmp_path)) is None
 
 
 PLACE = OwnPlace(Launcher("x", 3, 0, 1, 0), None, Path("runs"))
 
 
-def gathered(ranks: int) -> list[str]:
-    def program(comm: ThreadCommunicator) -> str:
-        place: Any = SimpleNamespace(world=comm, own=PLACE)
-        return node_checks.gather_versions(place)
+def trained(ranks: int) -> DoctorFinding:
+    """The finding on what a training of several nodes compares, without a configuration."""
 
-    return run_virtual(ranks, program)
+    def program(comm: ThreadCommunicator) -> tuple[str, str]:
+        place: Any = SimpleNamespace(world=comm, own=PLACE)
+        return rank_checks.gather_training(place)
+
+    [found] = rank_checks.judge_training(view(*[1] * ranks), run_virtual(ranks, program))
+    return found
 
 
 def test_equal_nodes_have_no_finding() -> None:
-    assert node_checks.judge_versions(view(1, 1, 1), gathered(3))[0].key == ""
+    assert (trained(3).key, trained(1).key) == ("", "")
 
 
 @pytest.mark.parametrize(
@@ -275,8 +208,8 @@ def test_a_node_that_differs_is_named_with_rank_and_host(monkeypatch: pytest.Mon
         return {"numpy": 2 if len(calls) == 3 else 1}
 
     monkeypatch.setattr(same_start, kind, facts)
-    [found] = node_checks.judge_versions(view(1, 1, 1), gathered(3))
-    assert (found.key, found.fix) == ("mismatch", fix)
+    found = trained(3)
+    assert (found.key, found.fix) == ("refused", fix)
     assert "numpy" in found.sentence
     assert "(rank " in found.sentence
     assert "is on nid" in found.sentence

@@ -1,4 +1,4 @@
-"""What the doctor finds about nodes: clocks, cores, directories, GPUs, locks, kernels and scratch."""
+"""What the doctor finds about nodes: cores, directories, GPUs, kernels and scratch."""
 
 import errno
 import os
@@ -13,8 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpctrain.comm.base import SingleCommunicator
-from hpctrain.comm.link import Offset
-from hpctrain.comm.progress import ProgressEngine
 from hpctrain.config.load import load
 from hpctrain.data.writer import write_data_file
 from hpctrain.doctor import files as file_checks
@@ -29,33 +27,6 @@ from hpctrain_testing.virtual.communicator import ThreadCommunicator
 from hpctrain_testing.virtual.run import run_virtual
 from tests.cli.test_starting import folder as folder
 from tests.support.doctored import HYDRA, configuration, keys, view
-
-_SECOND = 10**9
-
-
-@pytest.mark.parametrize(
-    ("offset_ns", "error_ns", "skewed", "words"),
-    [
-        (0, 10**6, False, "Clocks of 2 nodes are at most 1.0 ms apart."),
-        (3 * _SECOND, 10**6, True, "The clock of nid1 is 3.0 s ahead of that of nid0 (ranks 1)."),
-        (-3 * _SECOND, 10**6, True, "The clock of nid1 is 3.0 s behind that of nid0 (ranks 1)."),
-        (3 * _SECOND, 3 * _SECOND, False, "at most 6,000.0 ms"),  # a slow message proves nothing
-    ],
-)
-def test_clocks_that_are_surely_apart_are_named(offset_ns: int, error_ns: int, skewed: bool, words: str) -> None:
-    [found] = node_checks.judge_clocks(view(1, 1), [Offset(0, 0, 0), Offset(0, offset_ns, error_ns)])
-    assert found.key == ("clock-skew" if skewed else "")
-    assert words.replace(",", "") in found.sentence.replace(",", "")
-    if skewed:
-        assert found.fix.startswith("srun --exclude=nid1 ...")
-
-
-def test_ranks_of_one_machine_are_not_apart() -> None:
-    def program(comm: ThreadCommunicator) -> Offset:
-        place: Any = SimpleNamespace(world=comm, progress=ProgressEngine(rank=comm.rank, deadline_seconds=30, abort=comm.abort))
-        return node_checks.gather_clocks(place)
-
-    assert node_checks.judge_clocks(view(3), run_virtual(3, program))[0].key == ""
 
 
 def rank(cpus: Sequence[int], threads: int | None = 1, variables: Mapping[str, str] | None = None, **pools: int) -> CoreFacts:
@@ -159,8 +130,7 @@ def test_a_file_in_the_way_is_an_error_of_the_system(tmp_path: Path) -> None:
         (DirectoryFacts("/d", errno.EROFS), "run-directory", "Train with output=DIR"),
         (DirectoryFacts("/d", errno.EACCES), "run-directory", "Train with output=DIR"),
         (DirectoryFacts("/d", errno.ENOSPC), "run-directory", "Free space"),
-        (DirectoryFacts("/d", 0, 9.0), "slow-run-directory", "Put `output`"),
-        (DirectoryFacts("/d", 0, 0.1), "", ""),
+        (DirectoryFacts("/d"), "", ""),
     ],
 )
 def test_outcomes_are_judged(facts: DirectoryFacts, key: str, fix: str) -> None:
@@ -249,16 +219,16 @@ def test_data_that_do_not_fit_each_other_are_a_fault(folder: Path) -> None:
     write_data_file(folder / "other.h5", 2, (8, 8, 1), [f"other {number}" for number in range(11)], content)
     own = OwnPlace(ALONE, load(folder / "tiny.yaml", [f"data.test={folder}/other.h5"])[0], folder / "runs")
     place: Any = SimpleNamespace(own=own, world=SingleCommunicator())
-    (found,) = file_checks.judge_same(view(1), [file_checks.gather_same(place)])
-    assert found.key == "other-data"
+    (found,) = rank_checks.judge_training(view(1), [rank_checks.gather_training(place)])
+    assert found.key == "refused"
     assert f"other.h5 has other classes than {folder}/train.h5" in found.sentence
 
 
 def test_a_missing_file_is_a_fault_with_a_fix(folder: Path) -> None:
     own = OwnPlace(ALONE, load(folder / "tiny.yaml", ["data.test=nowhere.h5"])[0], folder / "runs")
     place: Any = SimpleNamespace(own=own, world=SingleCommunicator())
-    [found] = file_checks.judge_same(view(1), [file_checks.gather_same(place)])
-    assert found.key == "other-data"
+    [found] = rank_checks.judge_training(view(1), [rank_checks.gather_training(place)])
+    assert found.key == "refused"
     assert found.sentence == "There is no data file nowhere.h5."
     assert "hpctrain data convert" in found.fix
 

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Sequence
 from itertools import combinations_with_replacement
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import h5py
@@ -26,7 +27,8 @@ from hpctrain.data.image_file import ImageFile, digest_of
 from hpctrain.data.pictures import picture_facts
 from hpctrain.data.readers import BlockReader
 from hpctrain.data.writer import write_data_file
-from hpctrain.doctor import files as file_checks
+from hpctrain.doctor import ranks as rank_checks
+from hpctrain.doctor.check import OwnPlace
 from hpctrain.job import same_start
 from hpctrain.job.same_start import (
     Subject,
@@ -40,6 +42,7 @@ from hpctrain.job.same_start import (
     package_files,
 )
 from hpctrain.job.session import Session
+from hpctrain.launch.launcher import Launcher
 from hpctrain.launch.signals import SignalWatch
 from hpctrain.optim.optimizers import Sgd
 from hpctrain.run import resume
@@ -57,6 +60,7 @@ from hpctrain_testing.run import Outcome
 from hpctrain_testing.virtual.communicator import ThreadCommunicator
 from hpctrain_testing.virtual.run import run_virtual
 from tests.support import nets
+from tests.support.doctored import view
 from tests.support.newest_checkpoint import write_shards
 from tests.support.run_in_process import prepare, train
 from tests.support.runs import _session
@@ -301,37 +305,27 @@ def test_a_rank_whose_file_differs_in_one_fact_is_named(inputs: Path, section: s
     assert {path.name for path in (inputs / "runs").iterdir()} == before
 
 
-def test_the_doctor_says_what_a_training_says(inputs: Path) -> None:
-    def gathered(paths: Sequence[Path], key: str) -> str:
-        def on_rank(comm: Communicator) -> tuple[str, int]:
-            place: Any = _Place(comm, load(inputs / "tiny.yaml", [f"{key}={paths[comm.rank]}"])[0])
-            return file_checks.gather_same(place)
+def test_the_doctor_says_what_a_training_says(inputs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_checks, "check_same_start", lambda *_, **__: None)  # here, other files have other paths
 
-        [finding] = file_checks.judge_same(_View(len(paths)), run_virtual(len(paths), on_rank))
+    def gathered(paths: Sequence[Path], key: str) -> str:
+        def on_rank(comm: Communicator) -> tuple[str, str]:
+            config = load(inputs / "tiny.yaml", [f"{key}={paths[comm.rank]}"])[0]
+            place: Any = SimpleNamespace(world=comm, own=OwnPlace(Launcher("none"), config, inputs))
+            return rank_checks.gather_training(place)
+
+        [finding] = rank_checks.judge_training(view(*[1] * len(paths)), run_virtual(len(paths), on_rank))
         return f"{finding.severity.value}: {finding.sentence}"
 
     here, other = inputs / "train.h5", inputs / "other-0.h5"
-    sentence = "fault: Rank 1 has another data.test than rank 0: 17 images, not 20."
+    sentence = "fault: Rank 1 has another data.test than rank 0: 17 images, not 20 (rank 1 is on nid1)."
     assert gathered([here, other], "data.test") == sentence
-    assert gathered([other, other], "data.test") == "ok: All ranks have the same 2 data files."
-    assert gathered([other], "data.test") == "ok: 2 files can be opened."
+    assert gathered([other, other], "data.test") == "ok: Grid 1 x 2; 2 data files, the same on all ranks."
+    assert gathered([other], "data.test") == "ok: Grid 1 x 1; 2 data files."
     weights = [inputs / f"{rank}.pt" for rank in range(2)]
     for path in weights:
         path.write_text(path.name)
     assert gathered(weights, "init.weights").startswith("fault: Rank 1 has another file of weights than rank 0: sha256 is ")
-
-
-class _Place:
-    """The attributes of a rank that the doctor's check uses."""
-
-    def __init__(self, world: Communicator, config: object) -> None:
-        self.world, self.own = world, self
-        self.config = config
-
-
-class _View:
-    def __init__(self, size: int) -> None:
-        self.size = size
 
 
 # -- formats ---------------------------------------------------------------------------------------------------------------------
