@@ -27,7 +27,6 @@ from hpctrain.core.errors import ConfigError, HpctrainError, LaunchError
 from hpctrain.core.files import read_text
 from hpctrain.core.text import counted
 from hpctrain.launch.threads import usable_cores
-from hpctrain.planner.search.configured_search import new_figure, save_figure
 from hpctrain.run.trace_report import COMPUTE_ONLY_FILE
 from hpctrain.runs.directory import TABLE_FILE, RunDirectory
 from hpctrain.storage.atomic_write import write_json
@@ -246,33 +245,3 @@ def write(path: Path, task: ScalingStudy, points: Sequence[Point]) -> None:
         write_json(path, content)
     except OSError as error:
         raise HpctrainError(f"Cannot write {path} ({error.strerror}); give another --out.") from error
-
-
-def plot(path: Path, points: Sequence[Point], mode: Mode) -> Path | None:
-    """Plot step time, compute-only time and limit over ranks; return the path, or None without matplotlib.
-
-    Points whose ranks share cores are hollow.
-    """
-    figure = new_figure(6, 4)
-    if figure is None:
-        return None
-    axes = figure.subplots()
-    ranks = [each.ranks for each in points]
-    series = {
-        "step": [each.step_seconds for each in points],
-        "limit": [each.limit_seconds for each in points],
-        "compute only": [each.compute_only_seconds for each in points],
-        "exposed": [each.exposed_seconds for each in points],
-    }
-    if all(each.predicted_seconds is not None for each in points):
-        series["predicted"] = [each.predicted_seconds or 0.0 for each in points]
-    for label, seconds in series.items():
-        (line,) = axes.plot(ranks, [value * 1e3 for value in seconds], label=label)
-        for each, value in zip(points, seconds, strict=True):
-            face = "none" if each.oversubscribed else line.get_color()
-            axes.plot([each.ranks], [value * 1e3], "o", color=line.get_color(), markerfacecolor=face)
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(ranks, [str(count) for count in ranks])
-    axes.set(xlabel="ranks (hollow: they share cores)", ylabel="ms per step", title=f"{mode} scaling", ylim=(0, None))
-    axes.legend()
-    return save_figure(path, figure)

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from hpctrain.bench.data import DataRates
 
 
+_MOST_RANKS = 1_000_000
+
+
 class RankCounts(click.ParamType):
     """Numbers of ranks, such as 1,2,4."""
 
@@ -26,8 +29,8 @@ class RankCounts(click.ParamType):
         if isinstance(value, tuple):
             return value
         words = [word.strip() for word in str(value).split(",")]
-        if not all(word.isdecimal() and int(word) >= 1 for word in words):
-            self.fail(f"{value!r} must be numbers of ranks, each at least 1, such as 1,2,4", param, ctx)
+        if not all(word.isdecimal() and 1 <= int(word) <= _MOST_RANKS for word in words):
+            self.fail(f"{value!r} must be numbers of {self.name}, each from 1 to {_MOST_RANKS}, such as 1,2,4", param, ctx)
         return tuple(sorted({int(word) for word in words}))
 
 
@@ -66,7 +69,7 @@ class RankCounts(click.ParamType):
     type=OutputFile(streams=True),
     default=Path("scaling.json"),
     show_default=True,
-    help="File to which all figures are written as JSON; the plot is written next to it.",
+    help="File to which all figures are written as JSON.",
 )
 @click.option(
     "--timeout-seconds",
@@ -107,8 +110,6 @@ def scaling(
         echo(line)
     study.write(out, task, points)
     echo(out)
-    plot = study.plot(out.with_suffix(".png"), points, mode)
-    echo(plot or "no plot: matplotlib is not installed (extra export)", err=not plot)
 
 
 _COLUMNS = 80
@@ -131,10 +132,7 @@ class ThreadCounts(RankCounts):
 )
 @click.option("--no-step", is_flag=True, help="Do not time a training step for comparison.")
 @click.option("--json", "as_json", is_flag=True, help="Print all figures as JSON.")
-@click.option("--out", type=OutputFile(streams=True), help="File to which all figures are written as JSON.")
-def data(
-    file: Path, overrides: tuple[str, ...], threads: tuple[int, ...] | None, no_step: bool, as_json: bool, out: Path | None
-) -> None:
+def data(file: Path, overrides: tuple[str, ...], threads: tuple[int, ...] | None, no_step: bool, as_json: bool) -> None:
     """Time the stages of data loading, from the file to the batch.
 
     Prints the images per second of each stage for several numbers of threads, and the stage that limits FILE's training with
@@ -149,20 +147,17 @@ def data(
     from hpctrain.assembly.checks import check_names
     from hpctrain.bench.data import measure
     from hpctrain.bench.machine import machine_facts
-    from hpctrain.storage.atomic_write import write_json
 
     check_names(config, source)
     counts = threads or tuple(1 << power for power in range(plan.cores.bit_length()))
     rates = measure(config, counts, plan.threads, times_step=not no_step)
     sentences = [rates.sentence(count) for count in rates.threads]
-    content = {"config": str(file), **asdict(rates), "sentences": sentences, "machine": machine_facts()}
     if as_json:
+        content = {"config": str(file), **asdict(rates), "sentences": sentences, "machine": machine_facts()}
         echo_block(json.dumps(content, indent=1))
-    else:
-        for line in (*rates_table(rates), *sentences):
-            echo_block(wrapped(line, _COLUMNS))
-    if out is not None:
-        write_json(out, content)
+        return
+    for line in (*rates_table(rates), *sentences):
+        echo_block(wrapped(line, _COLUMNS))
 
 
 def rates_table(rates: DataRates) -> list[str]:

@@ -25,45 +25,6 @@ if TYPE_CHECKING:
     from hpctrain.planner.search.configured_search import PlannedSearch
 
 
-ELLIPSIS = "..."
-_MOST_RANKS = 1_000_000
-
-
-class RankSeries(RankCounts):
-    """Numbers of ranks: 1,2,4 or 1,2,...,8192, where each number is a multiple of the previous one."""
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
-        if isinstance(value, tuple):
-            return value
-        words = [word.strip() for word in str(value).split(",")]
-        if ELLIPSIS in words:
-            place = words.index(ELLIPSIS)
-            words[place : place + 1] = self._between(words, place, str(value), param, ctx)
-        counts = super().convert(",".join(words), param, ctx)
-        if counts[-1] > _MOST_RANKS:
-            self.fail(f"{counts[-1]} ranks exceed the maximum of {_MOST_RANKS}", param, ctx)
-        return counts
-
-    def _between(
-        self, words: list[str], place: int, value: str, param: click.Parameter | None, ctx: click.Context | None
-    ) -> list[str]:
-        """Return the numbers that the dots abbreviate."""
-        around = words[max(0, place - 2) : place] + words[place + 1 : place + 2]
-        if len(around) < 3 or not all(word.isdecimal() and int(word) >= 1 for word in around):
-            self.fail(f"{value!r} must have two numbers before the dots and one after them, as in 1,2,...,8192", param, ctx)
-        first, second, last = map(int, around)
-        if second <= first or second % first or last < second:
-            self.fail(f"{value!r} must increase by a whole factor before and after the dots, as in 1,2,...,8192", param, ctx)
-        factor, count, counts = second // first, second, []
-        while count * factor < last:
-            count *= factor
-            counts.append(str(count))
-        if count * factor != last and count != last:
-            nearest = count * factor if last - count > count * factor - last else count
-            self.fail(f"{value!r} does not reach {last} by factors of {factor}; the nearest number is {nearest}", param, ctx)
-        return counts
-
-
 FACTOR = Finite(min=0, min_open=True)
 
 
@@ -243,9 +204,9 @@ def _written(outcome: PlannedSearch, file: Path, overrides: tuple[str, ...], wri
 @MACHINE
 @click.option(
     "--ranks",
-    type=RankSeries(),
+    type=RankCounts(),
     required=True,
-    help="Numbers of ranks to simulate, such as 1,2,4 or 1,2,...,8192 (each twice the previous one).",
+    help="Numbers of ranks to simulate, such as 1,2,4.",
 )
 @click.option(
     "--mode",
@@ -424,8 +385,8 @@ def show(
     report = planned_run.description(task, [of_class[0] for of_class in groups])
     averaged = planned_run.group_schedules(task, LinkModel(alpha_seconds, beta_seconds_per_byte), ranks_per_node)
     if as_json:
-        for line in plan_tables.json_lines(plan_tables.as_dict(task, report, groups, averaged, ranks_per_node)):
-            echo(line)
+        content = plan_tables.as_dict(task, report, groups, averaged, ranks_per_node)
+        echo_block(json.dumps(content, indent=1))
         return
     advice = "Give --machine to learn whether fewer or more ranks would be faster."
     if machine or task.config.machine:

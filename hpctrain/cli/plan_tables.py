@@ -328,23 +328,6 @@ def as_dict(
     }
 
 
-def json_lines(values: dict[str, Any]) -> Iterator[str]:
-    """Yield plain data as JSON: a line for each key, and for each item of a list of objects."""
-    last = len(values) - 1
-    yield "{"
-    for number, (key, value) in enumerate(values.items()):
-        comma = "," if number < last else ""
-        if isinstance(value, list) and value and isinstance(value[0], dict):
-            yield f' "{key}": ['
-            for item in value[:-1]:
-                yield f"  {json.dumps(item)},"
-            yield f"  {json.dumps(value[-1])}"
-            yield f" ]{comma}"
-        else:
-            yield f' "{key}": {json.dumps(value)}{comma}'
-    yield "}"
-
-
 def _entry(entry: LayerReport | RedistributionReport, item_bytes: int) -> dict[str, Any]:
     traffic = entry.traffic
     sent = _sent(traffic.bytes_forward(item_bytes), traffic.bytes_backward(item_bytes))

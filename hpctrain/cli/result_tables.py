@@ -11,30 +11,26 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby, islice
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from rich.cells import cell_len
 from rich.console import RenderableType
-from rich.padding import Padding
 from rich.table import Table
 
 from hpctrain.core.console import PlainConsole, output_console, plain_table
 from hpctrain.core.text import counted, echo, echo_block, echo_wrapped, escaped, loss_text, pipe_columns, spans, wrapped
 from hpctrain.run.evaluation import Evaluation, PredictedPicture, Predictions
 from hpctrain.runs.comparison import ComparedSetting, Comparison
-from hpctrain.runs.results import SETTINGS, UNKNOWN, summary_texts
+from hpctrain.runs.results import SETTINGS, summary_texts
 from hpctrain.storage.atomic_write import write_text
 from hpctrain.training.evaluation import ClassScore, ConfusionMatrix
 
 _COLUMNS = 80  # width without a terminal
 _MOST_CONFUSIONS = 20
-#: maximum number of runs that are columns of a comparison in 80 columns
+#: maximum number of runs in a table of a comparison, for 80 columns
 _MOST_COLUMNS = 4
-#: figures of a comparison of more runs, the most important first
-_MAIN_FIGURES = ("state", "test top-1", "best test top-1 (epoch)", "validation top-1", "images/s", "epochs", "test loss")
 _MOST_OF_A_NAME = 30
-_NARROWEST_STATE = 10  # minimum width of the states in a table with a row per run
-_NARROW_HEADING = 20  # maximum width of headings, if a table with a column per run does not fit otherwise
+_NARROW_HEADING = 20  # maximum width of headings, if a table does not fit otherwise
 _NO_CLASS = "(not finite)"
 
 
@@ -141,31 +137,6 @@ def _matrix(evaluation: Evaluation) -> dict[str, Any]:
         "matrix": [of_label[: matrix.classes] for of_label in counts],
         "no_class": [of_label[matrix.classes] for of_label in counts],
     }
-
-
-def write_confusion(evaluation: Evaluation, path: Path) -> None:
-    """Write the confusion matrix atomically, as JSON or CSV according to the suffix of the name.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
-    text = io.StringIO(newline="")
-    if path.suffix == ".csv":
-        _write_csv(evaluation, text)
-    else:
-        json.dump(_matrix(evaluation), text)
-        text.write("\n")
-    write_text(path, text.getvalue())
-
-
-def _write_csv(evaluation: Evaluation, file: IO[str]) -> None:
-    """Write a row per class: its name, then the number of its samples predicted as each class."""
-    matrix, names = evaluation.confusion, evaluation.class_names
-    assert matrix is not None, "it was counted"
-    shown = matrix.classes + bool(matrix.undecided)
-    writer = csv.writer(file)
-    writer.writerow(["class", *names, *([_NO_CLASS] if matrix.undecided else [])])
-    writer.writerows([name, *matrix.of_label(label)[:shown].tolist()] for label, name in enumerate(names))
 
 
 _WIDEST_NAME, _NARROWEST_FILE, _PROBABILITY, _GAP = 30, 10, 11, 2
@@ -281,20 +252,12 @@ def _printable(file: Path) -> str:
     return escaped(os.fsencode(file).decode(errors="replace"))
 
 
-def _settings(settings: Sequence[ComparedSetting], numbers: Sequence[str], width: int) -> Iterator[RenderableType]:
-    """Yield a table with a column per run if the values fit, else each key with its values and the runs that have them."""
-    if len(numbers) <= _MOST_COLUMNS:
-        table = plain_table("", *numbers, left=1 + len(numbers))
-        for setting in settings:
-            table.add_row(setting.key, *setting.values)
-        if _width(table) + _GAP <= width:
-            yield Padding(table, (0, 0, 0, _GAP))
-            return
+def _settings(settings: Sequence[ComparedSetting], width: int) -> Iterator[str]:
+    """Yield each key with its values, each value after the numbers of the runs that have it."""
     for setting in settings:
-        yield f"  {setting.key}"
-        for value in dict.fromkeys(setting.values):
-            runs = [run for run, of_run in enumerate(setting.values, 1) if of_run == value]
-            yield wrapped(f"    {spans(runs)}: {value}", width)
+        values = {value: [run for run, of_run in enumerate(setting.values, 1) if of_run == value] for value in setting.values}
+        texts = "; ".join(f"{spans(runs)}: {value}" for value, runs in values.items())
+        yield wrapped(f"  {setting.key}  {texts}", width)
 
 
 def _width(table: Table) -> int:
@@ -303,12 +266,10 @@ def _width(table: Table) -> int:
 
 
 def _results(figures: Sequence[tuple[str, Sequence[str]]], numbers: Sequence[str], width: int) -> Table:
-    """Return a table with a column per run or, for many runs, with a row per run. Only headings are broken, at spaces.
+    """Return a table with a column per run. Only headings are broken, at spaces.
 
-    A table of columns has no settings if they do not fit; the settings that differ are listed below it.
+    The table has no settings if they do not fit; the settings that differ are listed below it.
     """
-    if len(numbers) > _MOST_COLUMNS:
-        return _main_results(figures, numbers, width)
     for widest_heading, left_out in ((None, ()), (_NARROW_HEADING, ()), (_NARROW_HEADING, SETTINGS)):
         table = plain_table("", *numbers, left=1 + len(numbers))
         table.columns[0].max_width = widest_heading
@@ -320,42 +281,23 @@ def _results(figures: Sequence[tuple[str, Sequence[str]]], numbers: Sequence[str
     return table
 
 
-def _main_results(figures: Sequence[tuple[str, Sequence[str]]], numbers: Sequence[str], width: int) -> Table:
-    """Return a table with a row per run and the main figures that fit."""
-    widths = {
-        heading: _NARROWEST_STATE if heading == "state" else max(map(len, [*values, *heading.split()]))
-        for heading, values in figures
-        if heading in _MAIN_FIGURES and set(values) != {UNKNOWN}
-    }
-    for heading in reversed(_MAIN_FIGURES):
-        if len(numbers[-1]) + sum(_GAP + columns for columns in widths.values()) > width:
-            widths.pop(heading, None)
-    table = Table(box=None, padding=(0, _GAP, 0, 0), pad_edge=False, header_style="")
-    table.add_column()
-    for heading, columns in widths.items():  # headings are broken to the width of the values
-        is_state = heading == "state"
-        table.add_column(heading, justify="left" if is_state else "right", width=None if is_state else columns, overflow="fold")
-    shown = [values for heading, values in figures if heading in widths]
-    for number, *values in zip(numbers, *shown, strict=True):
-        table.add_row(number, *values)
-    return table
-
-
 def comparison_lines(comparison: Comparison, width: int = _COLUMNS) -> Iterator[RenderableType]:
     """Yield the tables and sentences of a comparison in order. Tables number the runs, as their names are long.
 
-    A few runs are shown as columns. More runs are shown as rows, with the most important figures only.
+    Each run is a column. A table has a few runs; others follow below it.
     """
     numbers = [str(number) for number, _ in enumerate(comparison.names, 1)]
     for number, name in zip(numbers, comparison.names, strict=True):
         yield f"{number}: {name}"
     yield ""
-    yield _results(summary_texts(comparison.summaries), numbers, width)
-    for title, settings in (("configuration", comparison.configuration), ("versions", comparison.versions)):
+    figures = summary_texts(comparison.summaries)
+    for first in range(0, len(numbers), _MOST_COLUMNS):
+        shown = slice(first, first + _MOST_COLUMNS)
+        yield _results([(heading, values[shown]) for heading, values in figures], numbers[shown], width)
         yield ""
+    for title, settings in (("configuration", comparison.configuration), ("versions", comparison.versions)):
         yield f"Differences in {title}:" if settings else f"No differences in {title}."
-        if settings:
-            yield from _settings(settings, numbers, width)
-    yield ""
+        yield from _settings(settings, width)
+        yield ""
     for bits in comparison.bits:
         yield wrapped(bits.sentence([f"run {number}" for number in numbers]), width)

@@ -11,8 +11,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,7 +19,7 @@ import click
 
 from hpctrain.cli.arguments import RUNS, FilePath, Finite, OutputFile, newest_runs
 from hpctrain.core.errors import DataError
-from hpctrain.core.text import counted, echo, echo_block, escaped, size_text
+from hpctrain.core.text import echo, echo_block, escaped, size_text
 from hpctrain.launch.launcher import detect
 from hpctrain.launch.threads import set_threads
 from hpctrain.process.ends import job_ends_on_error
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
 
     from hpctrain.config.schema import Config
     from hpctrain.core.yaml_source import Source
-    from hpctrain.report.page import JudgedSet, Page
+    from hpctrain.report.page import JudgedSet
     from hpctrain.runs.state import RunReader, RunState
 
 
@@ -246,7 +245,6 @@ _MOST_PICTURES = 24
     type=OutputFile(streams=True, of_job=True),
     help="File to write; default: report.html in the directory of a single RUN, or in the current directory for several.",
 )
-@click.option("--png", type=FilePath(file_okay=False, path_type=Path), help="Directory to which each figure is written as PNG.")
 @click.option(
     "--test",
     "judges",
@@ -254,7 +252,7 @@ _MOST_PICTURES = 24
     help="Evaluate a single RUN's newest checkpoint on the test set or, if data.test is not set, on the validation set, and add "
     "the confusion matrix and rightly and wrongly classified images.",
 )
-def report(runs: tuple[Path, ...], out: Path | None, png: Path | None, judges: bool) -> None:
+def report(runs: tuple[Path, ...], out: Path | None, judges: bool) -> None:
     """Write an HTML report of one or more runs.
 
     The report is one file that needs no network: curves, the time table of a traced run, events, checkpoints, the configuration,
@@ -270,13 +268,13 @@ def report(runs: tuple[Path, ...], out: Path | None, png: Path | None, judges: b
     check_matplotlib()
     target = out or (runs[0] / "report.html" if len(runs) == 1 else Path("report.html"))
     if not judges:
-        write_report(runs, target, png)
+        write_report(runs, target)
         return
     job = RankProcess()
     with job_ends_on_error(job.rank, job.abort, job.failed):
         results = _judged(job, runs[0])
         if job.rank() == 0:
-            write_report(runs, target, png, results)
+            write_report(runs, target, results)
         job.finish()
 
 
@@ -298,42 +296,24 @@ def _judged(job: RankProcess, run: Path) -> list[JudgedSet]:
     return [result_of(run.resolve().name, judge(session, str(run), _MOST_PICTURES))]
 
 
-def write_report(runs: Sequence[Path], target: Path, png: Path | None, results: Sequence[JudgedSet] = ()) -> None:
+def write_report(runs: Sequence[Path], target: Path, results: Sequence[JudgedSet] = ()) -> None:
     """Write the report, and print its path and size.
 
     Raises:
-        ConfigError: a file cannot be written.
+        ConfigError: the file cannot be written.
         CheckpointError, DataError: as for `read_runs`.
     """
+    from hpctrain.core.errors import ConfigError
     from hpctrain.report.page import html, report_page
     from hpctrain.runs.results import read_runs
     from hpctrain.storage.atomic_write import write_text
 
-    page = report_page(read_runs(runs), results)
-    text = html(page)
-    _write(target, lambda: write_text(target, text))
-    echo(f"{target}: {size_text(len(text.encode()))}")
-    if png is not None:
-        _write(png, lambda: png.mkdir(parents=True, exist_ok=True))
-        _write_figures(page, png)
-
-
-def _write_figures(page: Page, directory: Path) -> None:
-    from hpctrain.report.figures import write_png
-
-    for drawing in page.drawings:
-        path = directory / f"{drawing.key}.png"
-        _write(path, partial(write_png, drawing, path))
-    echo(f"{directory}: {counted(len(page.drawings), 'picture')}")
-
-
-def _write(path: Path, write: Callable[[], object]) -> None:
-    from hpctrain.core.errors import ConfigError
-
+    text = html(report_page(read_runs(runs), results))
     try:
-        write()
+        write_text(target, text)
     except OSError as error:
-        raise ConfigError(f"{path} cannot be written ({error.strerror or error}); give another path.") from error
+        raise ConfigError(f"{target} cannot be written ({error.strerror or error}); give another path.") from error
+    echo(f"{target}: {size_text(len(text.encode()))}")
 
 
 @click.command()

@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 
 
 COMPUTE_ONLY_STEPS = 20
-_PRINTED = "-"  # value of --confusion without a file name
 
 
 @click.command()
@@ -175,14 +174,7 @@ def _check_options(resume: str | None, steps: int, *, compute_only: bool, smoke:
 )
 @click.option("--averaged", is_flag=True, help="Evaluate the averaged weights of a training with ema.decay.")
 @click.option("--per-class", is_flag=True, help="Also print the accuracy of each class, the lowest first.")
-@click.option(
-    "--confusion",
-    type=OutputFile(streams=True, of_job=True),
-    metavar="[FILE]",
-    is_flag=False,
-    flag_value=_PRINTED,
-    help="Write the confusion matrix to FILE (.json or .csv); without FILE, print it.",
-)
+@click.option("--confusion", is_flag=True, help="Also print the confusion matrix.")
 @click.option("--flip", is_flag=True, help="Average the probabilities of each image and its mirror image.")
 @click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
 @PASS_STYLE
@@ -194,37 +186,26 @@ def evaluate(
     on: Literal["test", "validation"] | None,
     averaged: bool,
     per_class: bool,
-    confusion: Path | None,
+    confusion: bool,
     flip: bool,
     as_json: bool,
     style: PassStyle | None,
     log_ranks: str,
 ) -> None:
     """Evaluate a checkpoint on a test or validation set."""
-    prints = confusion == Path(_PRINTED)
-    target = None if prints else confusion
-    if target is not None and target.suffix not in (".json", ".csv"):
-        raise click.UsageError(f"--confusion {target} does not end in .json or .csv; leave the name out to print the matrix.")
-    counts = per_class or confusion is not None
+    counts = per_class or confusion
     job = RankProcess(log_ranks=log_ranks, on=on, averaged=averaged, flip=flip, counts=counts)
     with job_ends_on_error(job.rank, job.abort, job.failed):
         session = job.session(partial(load_config, file, overrides), resume=checkpoint)
-        from hpctrain.cli.result_tables import print_json, print_text, write_confusion
-        from hpctrain.comm.base import raise_on_all_ranks
+        from hpctrain.cli.result_tables import print_json, print_text
         from hpctrain.run.evaluation import run_evaluation
         from hpctrain.training.progress_bar import pass_on_stderr
 
-        if target is not None:
-            raise_on_all_ranks(
-                session.world, lambda: check_output(target, "--confusion", streams=True) if session.is_root else None
-            )
         bar = partial(pass_on_stderr, style, visible=session.is_root, description="evaluation")
         evaluation = run_evaluation(session, checkpoint, on=on, averaged=averaged, flip=flip, confusion=counts, show=bar)
         if session.is_root:
             show = print_json if as_json else print_text
-            show(evaluation, per_class=per_class, confusion=prints)
-            if target is not None:
-                write_confusion(evaluation, target)
+            show(evaluation, per_class=per_class, confusion=confusion)
         job.finish()
 
 

@@ -1,4 +1,4 @@
-"""Figures drawn with matplotlib, as SVG or PNG.
+"""Figures drawn with matplotlib, as SVG.
 
 Figures of curves distinguish runs by colour; training is a thin line, and evaluations are a thick line with marks that differ
 between sets. Figures of traced runs show the time of a step by layer, and the last step of every rank on one time line.
@@ -18,7 +18,6 @@ from hpctrain.core.errors import ConfigError, DataError, errors_as
 from hpctrain.core.files import json_object, read_bytes
 from hpctrain.core.text import size_text
 from hpctrain.runs.results import AVERAGED, TEST, TRAINING, VALIDATION, Panel
-from hpctrain.storage.atomic_write import write_bytes
 from hpctrain.trace.chrome import MESSAGES, PROGRAM, StepLanes, last_steps
 from hpctrain.trace.time_table import TimeTable
 
@@ -42,7 +41,6 @@ RUN_COLOURS = ("#1f6fb4", "#c8501e", "#2c8a57", "#8a4fb0", "#b03a5b", "#5b6b1f",
 #: width of figures, in inches: their text is readable on a page of 400 pixels
 WIDTH_INCHES = 4.8
 _NAME_INCHES = 0.17  # of a run's name in a legend
-_DOTS_PER_INCH = 200
 
 
 @dataclass(frozen=True)
@@ -74,20 +72,6 @@ def check_matplotlib() -> None:
 
 def svg(drawing: Drawing) -> bytes:
     """Return the figure as an SVG file without a background."""
-    return _drawn(drawing, format="svg", transparent=True, metadata={"Date": None})
-
-
-def write_png(drawing: Drawing, path: Path) -> None:
-    """Write the figure on white as a PNG file.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
-    write_bytes(path, _drawn(drawing, format="png", dpi=_DOTS_PER_INCH, facecolor="white"))
-
-
-def _drawn(drawing: Drawing, **options: Any) -> bytes:
-    """Return the file of a figure, written with these options of `Figure.savefig`."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
@@ -113,7 +97,7 @@ def _drawn(drawing: Drawing, **options: Any) -> bytes:
     with rc_context(settings):
         figure = Figure(figsize=drawing.inches, layout="constrained")
         drawing.draw(figure)
-        figure.savefig(file, **options)
+        figure.savefig(file, format="svg", transparent=True, metadata={"Date": None})
     return file.getvalue()
 
 

@@ -229,11 +229,6 @@ class Page:
     parts: tuple[PagePart, ...] = field(repr=False)
     headline: str = ""
 
-    @property
-    def drawings(self) -> tuple[Drawing, ...]:
-        """All figures of the page."""
-        return tuple(drawing for part in self.parts for drawing in part.drawings)
-
 
 def html(page: Page) -> str:
     """Return the HTML text of a page."""

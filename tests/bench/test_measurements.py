@@ -237,15 +237,6 @@ def test_the_report_is_json_with_the_machine(tmp_path: Path) -> None:
     assert content["machine"]["cores"] >= 1
 
 
-@pytest.mark.job  # where fonts have not been listed before, Matplotlib asks fc-list
-def test_the_plot_is_an_image(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    points = with_efficiency([_point(1, 0.1), _point(2, 0.2, oversubscribed=True)], "weak")
-    path = scaling.plot(tmp_path / "s.png", points, "weak")
-    assert path is not None
-    assert path.read_bytes().startswith(b"\x89PNG")
-
-
 @pytest.mark.job
 @pytest.mark.parametrize(
     ("launcher", "words"),

@@ -61,7 +61,6 @@ eval: CONFIG --checkpoint nowhere => /nowhere is not a run directory
 eval: CONFIG --log-ranks 3-1 => --log-ranks has 3-1, but the first rank of a range must not exceed the last; use 1-3.
 eval: CONFIG => has a checkpoint; train one first
 eval: CONFIG --checkpoint best => has a best checkpoint, which requires checkpoint.best, and an evaluation and
-eval: CONFIG --confusion file/matrix.csv => --confusion file/matrix.csv cannot be written
 predict: photos => There is no run with a checkpoint in
 predict: photos --checkpoint nowhere => /nowhere is not a run directory
 predict: photos --checkpoint file => file

@@ -22,7 +22,6 @@ from hpctrain.cli.result_tables import (
     print_lines,
     print_table,
     print_text,
-    write_confusion,
     write_predictions,
 )
 from hpctrain.cli.simulation_tables import (
@@ -116,7 +115,7 @@ def test_the_summary_expands_to_the_report_of_every_rank(
     full, groups = planned_run.description(task), planned_run.equal_split_groups(task)
     averaged = planned_run.group_schedules(task, LinkModel(1e-5, 1e-9), per_node)
     report = planned_run.description(task, [equal[0] for equal in groups])
-    found = json.loads("\n".join(plan_tables.json_lines(plan_tables.as_dict(task, report, groups, averaged, per_node))))
+    found = json.loads(json.dumps(plan_tables.as_dict(task, report, groups, averaged, per_node)))
     classes, item = found["classes"], full.item_bytes
     assert by_rank(classes, [one["samples"] for one in classes]) == list(full.counts)
     assert by_rank(classes, found["total"]["bytes_backward"]) == list(full.traffic.bytes_backward(item))
@@ -208,20 +207,6 @@ def test_owners_are_ranks_in_their_own_order_on_nodes_of_several() -> None:
     exchanged = by_rank(group["classes"], [each["exchanged_elements"] for each in group["classes"]])
     for place, rank in enumerate(ranks_of(group["order"])):
         assert exchanged[rank] == sum(2 * (size - (size + 3 - place) // 4) for size in sizes)
-
-
-def test_data_are_written_as_a_line_for_each_object() -> None:
-    box = {"rows": [0, 2]}
-    values = {
-        "name": 'a "b"',
-        "entries": [{"owns": [box, box], "words": [1, 2]}, box],
-        "none": None,
-        "map": [box, box],
-        "empty": [],
-    }
-    lines = list(plan_tables.json_lines(values))
-    assert json.loads("\n".join(lines)) == values
-    assert len(lines) == 2 + 3 + 2 * 4
 
 
 def outcome(*overrides: str) -> PlannedSearch:
@@ -381,6 +366,8 @@ def test_where_the_matrix_does_not_fit_the_most_frequent_mistakes_are_reported(c
 
 
 def test_json_has_all_of_an_evaluation(capsys: pytest.CaptureFixture[str]) -> None:
+    print_json(_evaluation([[*line, 2] for line in COUNTS]), per_class=False, confusion=True)
+    assert json.loads(capsys.readouterr().out)["confusion"]["no_class"] == [2, 2, 2]
     print_json(_evaluation(loss=float("nan")), per_class=True, confusion=True)
     content = json.loads(capsys.readouterr().out)
     assert (content["loss"], content["samples"], content["hits1"], content["notes"]) == (None, 30_011, 6, ["a note"])
@@ -401,19 +388,3 @@ def test_json_has_all_of_an_evaluation(capsys: pytest.CaptureFixture[str]) -> No
     }
     print_json(_evaluation(), per_class=False, confusion=False)
     assert not {"classes", "confusion"} & json.loads(capsys.readouterr().out).keys()
-
-
-@pytest.mark.parametrize("undecided", [False, True])
-def test_files_hold_every_number(tmp_path: Path, undecided: bool) -> None:
-    counts = [[*line, 2] for line in COUNTS] if undecided else COUNTS
-    evaluation = _evaluation(counts)
-    write_confusion(evaluation, tmp_path / "a.json")
-    content = json.loads((tmp_path / "a.json").read_text())
-    assert content["matrix"] == [list(line)[:3] for line in counts]
-    assert content["no_class"] == [2 * undecided] * 3
-    write_confusion(evaluation, tmp_path / "a.csv")
-    with open(tmp_path / "a.csv", newline="") as file:
-        titles, *lines = list(csv.reader(file))
-    assert titles == ["class", *CLASS_NAMES, *(["(not finite)"] if undecided else [])]
-    assert lines == [[name, *map(str, line)] for name, line in zip(CLASS_NAMES, counts, strict=True)]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.csv", "a.json"]
