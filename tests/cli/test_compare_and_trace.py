@@ -30,7 +30,7 @@ def test_two_runs_are_compared_on_80_columns(tmp_path: Path) -> None:
         write_checkpoint(run, 5, a=[1.0])
     done = CliRunner().invoke(compare, [str(run.path) for run in runs])
     assert done.exit_code == 0, done.output
-    assert "batch  8" in done.output
+    assert "  batch  1: 8; 2: 16" in done.output
     assert "the same bits as" in done.output
     assert max(map(len, done.output.splitlines())) <= 80
 
