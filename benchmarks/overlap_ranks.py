@@ -20,7 +20,7 @@ import numpy as np
 
 from benchmarks.process import be_nice, cpu_seconds, sent_bytes
 from benchmarks.shapes import Shape, made_up_batch
-from hpctrain.averaging.averagers import make_strategy
+from hpctrain.averaging.averagers import AveragerChoice
 from hpctrain.backend.choice import make_backend
 from hpctrain.backend.specs import LinearSpec
 from hpctrain.comm import mpi
@@ -122,7 +122,7 @@ class Rank:
             self.network,
             groups=groups,
             progress=self.progress,
-            strategy=partial(make_strategy, averager, options),
+            strategy=AveragerChoice(averager, options).strategy,
             optimizer=partial(Sgd, momentum=0.9),
             nominal_batch=self.batch.global_count,
         )

@@ -28,7 +28,7 @@ from typing import Any, get_args
 
 import numpy as np
 
-from hpctrain.assembly.checks import refusal
+from hpctrain.assembly.faults import refusal
 from hpctrain.comm.base import Communicator, raise_on_all_ranks
 from hpctrain.comm.progress import ProgressMode
 from hpctrain.config.load import from_mapping, keyword_overrides

@@ -17,9 +17,9 @@ import numpy as np
 
 from hpctrain.assembly.recipe import ImageFacts, Recipe
 from hpctrain.config.schema import SYNTHETIC, AugmentConfig, Config, Split
+from hpctrain.core.answers import Fault
 from hpctrain.core.errors import ConfigError, DataError, HpctrainError, ShapeError
 from hpctrain.core.text import counted
-from hpctrain.core.yaml_source import KeyPath
 from hpctrain.data.image_file import (
     DataFacts,
     ImageFile,
@@ -52,11 +52,11 @@ def of_largest(config: Config, pipeline: Pipeline) -> Pipeline:
     return pipeline if sizes is None else pipeline.resized(sizes.largest(config.epochs))
 
 
-def size_faults(recipe: Recipe) -> Iterator[tuple[KeyPath, str]]:
-    """Yield (key path, sentence) of sizes that are out of order, or that the model does not support for any data."""
+def size_faults(recipe: Recipe) -> Iterator[Fault]:
+    """Yield the fault of each size that is out of order, or that the model does not support for any data."""
     config = recipe.config
     if (fault := first_fault(_steps(config))) is not None:
-        yield ("data", "sizes", fault[0]), f"data.sizes.{fault[0]} {fault[1]}."
+        yield Fault(("data", "sizes", fault[0]), fault[1])
         return
     if not config.data.sizes:
         return
@@ -68,8 +68,8 @@ def size_faults(recipe: Recipe) -> Iterator[tuple[KeyPath, str]]:
         try:
             recipe.lowering.graph(1, (step.size, step.size, channels))
         except ShapeError as error:
-            why = f"is {step.size}, which the model {config.model.name} does not support: {error}"
-            yield ("data", "sizes", number, "size"), f"data.sizes.{number}.size {why}"
+            rule = f"is {step.size}, which the model {config.model.name} does not support: {error}"
+            yield Fault(("data", "sizes", number, "size"), rule.removesuffix("."))
 
 
 def check_image_shapes(network: Network, shapes: Iterable[ImageShape]) -> None:

@@ -160,7 +160,7 @@ def named(config: Config) -> Iterator[tuple[str, str]]:
 
 
 def filled(config: Config) -> Config:
-    """Return the configuration with the default of every option that it does not set; `config` must have passed `check_names`.
+    """Return the configuration with the default of every option that it does not set; `config` must have no faults.
 
     Options that follow from the data or from other keys stay out, and so do those that the name of a model fixes.
     """

@@ -7,13 +7,11 @@ the configuration, so ranks must read them alike, inside `raise_on_all_ranks`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from hpctrain.averaging.averagers import make_strategy
-from hpctrain.averaging.base import PlannedGroup, Strategy
+from hpctrain.averaging.averagers import AveragerChoice
 from hpctrain.backend.choice import Backend
 from hpctrain.backend.graph import Graph
 from hpctrain.comm.groups import check_grid
@@ -141,20 +139,13 @@ class Recipe:
         """Return a new optimiser for one group of parameters."""
         return OPTIMIZERS.create(self.config.optimizer.name, self.config.optimizer.options)
 
-    def make_strategy(self, group: PlannedGroup) -> Strategy:
-        """Return the averaging strategy of a group of parameters.
+    @cached_property
+    def averager(self) -> AveragerChoice:
+        """The averager, whose strategies are made from its options."""
+        return AveragerChoice(self.config.averager.name, self.config.averager.options)
 
-        Raises:
-            ConfigError: the strategy cannot use its options or the group.
-        """
-        return make_strategy(self.config.averager.name, self.config.averager.options, group)
-
-    def schedule(self, samples: int = 0, options: Mapping[str, Any] | None = None) -> LearningRateSchedule:
-        """Return the learning-rate schedule.
-
-        Args:
-            samples: number of samples of an epoch.
-            options: options of the schedule; None: the configured ones.
+    def schedule(self, samples: int = 0) -> LearningRateSchedule:
+        """Return the learning-rate schedule for a number of samples of an epoch.
 
         Raises:
             ConfigError: the schedule has a fault.
@@ -162,11 +153,11 @@ class Recipe:
         schedule, epochs = self.config.schedule, max(1, self.config.epochs)
         return SCHEDULES.create(
             schedule.name,
-            schedule.options if options is None else options,
+            schedule.options,
             base_lr=self.config.optimizer.lr,
             epochs=epochs,
             steps_per_epoch=max(1, -(-samples // self.config.batch)),
-            warmup_epochs=min(schedule.warmup_epochs, epochs),  # `assembly.checks` reports a warm-up longer than the run
+            warmup_epochs=min(schedule.warmup_epochs, epochs),  # `assembly.faults` reports a warm-up longer than the run
         )
 
     def on(self, ranks: int | None) -> Recipe:

@@ -1,17 +1,14 @@
 """Creation of strategies by their configured names, and of the averagers that run them.
 
-`make_strategy` creates the strategy of a parameter group, for a run or for a plan without ranks. `strategy_costs` returns the
-costs that a planner uses. An option in the section `averager` of a configuration, such as `fc_exchange`, is a free option
-(`Named.options` in config/values.py). `run.build.make_replica` passes it to `make_strategy`, where the registry checks it and
-makes the strategy's `Options` from it. The strategy reads it there: `ReduceScatterStrategy` selects the layers of `fc_exchange`
-by `sufficient_factors.exchanging_layers`. `make_averager` creates the communicators of a group's ranks, checks that all ranks
-have the same schedule, and creates the averager.
+`AveragerChoice` finds the strategy of a name and makes its `Options` once. It creates the strategy of each parameter group, for a
+run or for a plan without ranks, and returns the costs that a planner uses.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, cast
 
 from hpctrain.averaging.base import Agreement, AveragerSetup, GradientAverager, PlannedGroup, Strategy, StrategyCosts
@@ -30,43 +27,64 @@ _GIVEN = ("group", "optimizer", "comm", "progress", "norms", "nodes", "nominal_b
 AVERAGERS: Registry[Strategy] = Registry("hpctrain.averaging.strategies", "averager", Strategy, _GIVEN)
 
 
-def strategy_costs(name: str, options: Mapping[str, Any]) -> StrategyCosts:
-    """Return the costs of the strategy of that name, built-in or user-defined, for a planner. Pure.
+@dataclass(frozen=True)
+class AveragerChoice:
+    """Averager, built-in or user-defined, and its options, as in a configuration.
 
-    Raises:
-        ConfigError: the name is unknown, or an option is invalid.
+    Each member raises a ConfigError if the name is unknown or an option is invalid.
     """
-    strategy = cast(type[Strategy], AVERAGERS.find(name))
-    with AVERAGERS.refusals(name):
-        checked = check_options(strategy, f'averager "{name}"', options, AVERAGERS.given)
-    return strategy.costs(checked["options"] if "options" in checked else strategy.Options())
+
+    name: str = "sharded"
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def kind(self) -> type[Strategy]:
+        """Class of the strategy."""
+        return cast(type[Strategy], AVERAGERS.find(self.name))
+
+    @cached_property
+    def _keywords(self) -> dict[str, Any]:
+        """Keywords of the strategy's constructor: an instance of `Strategy.Options`, or the checked options one by one."""
+        kind = self.kind
+        with AVERAGERS.refusals(self.name):
+            return check_options(kind, f'averager "{self.name}"', self.options, AVERAGERS.given)
+
+    @cached_property
+    def costs(self) -> StrategyCosts:
+        """Costs that the strategy declares, for a planner."""
+        keywords = self._keywords
+        return self.kind.costs(keywords["options"] if "options" in keywords else self.kind.Options())
+
+    def strategy(self, group: PlannedGroup) -> Strategy:
+        """Return the strategy of one group of parameters. Pure.
+
+        Raises:
+            ConfigError: an option does not fit the group, or the strategy does not compute the required norms or cannot keep the
+                required order of sums.
+        """
+        keywords = self._keywords
+        with AVERAGERS.refusals(self.name):
+            strategy = self.kind(group=group, **keywords)
+        _check_order(self.name, strategy)
+        if group.needs_norms and not strategy.adds_norms:
+            raise ConfigError(
+                f"The averager {self.name} computes no norms (its class does not set adds_norms), which optimizer.clip_norm and "
+                f"lars require; remove clip_norm and use sgd, or use another averager."
+            )
+        return strategy
+
+    def __reduce__(self) -> tuple[type[AveragerChoice], tuple[str, dict[str, Any]]]:
+        return AveragerChoice, (self.name, dict(self.options))  # without what is cached, which may not be picklable
+
+    def __str__(self) -> str:
+        options = ", ".join(f"{name} {value}" for name, value in self.options.items())
+        return f"{self.name} with {options}" if options else self.name
 
 
-def make_strategy(name: str, options: Mapping[str, Any], group: PlannedGroup) -> Strategy:
-    """Create the strategy of that name for one group of parameters. Pure.
-
-    Raises:
-        ConfigError: the name is unknown, an option is invalid or does not fit the group, or the strategy does not compute the
-            required norms or cannot keep the required order of sums.
-    """
-    strategy = AVERAGERS.create(name, options, group=group)
-    check_order(name, strategy)
-    if group.needs_norms and not strategy.adds_norms:
-        raise ConfigError(
-            f"The averager {name} computes no norms (its class does not set adds_norms), which optimizer.clip_norm and lars "
-            f"require; remove clip_norm and use sgd, or use another averager."
-        )
-    return strategy
-
-
-def check_order(name: str, strategy: Strategy) -> None:
+def _check_order(name: str, strategy: Strategy) -> None:
     """Raise if sums must follow the order of shards and the strategy or one of its options cannot keep this order.
 
     The option two_level is accepted: with shards, it is ignored and sums have one level.
-
-    Raises:
-        ConfigError: the strategy does not sum the unchanged gradients of each step.
-        OptionError: an option is incompatible with the order of shards.
     """
     group, options = strategy.group, strategy.options
     if group.shards is None:

@@ -395,21 +395,12 @@ class StrategyCosts:
         return OperationKind.ALLGATHER in self.kinds
 
     def rounding(self, per_node: int) -> Rounding | None:
-        """Return the rounding of the messages; None if nothing is rounded.
-
-        Args:
-            per_node: number of ranks of a node among which sums are computed in full precision.
-        """
+        """Return the rounding of the messages, with sums of `per_node` ranks in full precision; None if nothing is rounded."""
         whole = self.gradients == self.parameters == "float32"
         return None if whole else Rounding(self.gradients, self.parameters, per_node)
 
     def step_seconds(self, program_seconds: float, averaging_seconds: float) -> float:
-        """Return a lower bound for the time of a step.
-
-        Args:
-            program_seconds: time of forward and backward.
-            averaging_seconds: time of the messages of averaging.
-        """
+        """Return a lower bound for the time of a step from the times of its passes and of its averaging messages."""
         return max(program_seconds, averaging_seconds + self.exposed_share * program_seconds)
 
     def hidden_seconds(self, program_seconds: float) -> float:
@@ -420,20 +411,9 @@ class StrategyCosts:
 class Strategy(ABC):
     """Plan for averaging one group of parameters. Only `shared` and `averager` need ranks; all other methods are pure.
 
-    A user-defined strategy is one class in a module in `averaging/strategies`; the module has the name of the strategy. The short
-    way is to derive from `AllreduceStrategy`, which sums slices of the gradients, and to define the slices:
-
-        class Halves(AllreduceStrategy):
-            '''Two allreduces, of half of the parameters each.'''
-
-            def words(self) -> str:
-                return "halves"
-
-            def slices(self, link: LinkModel | None) -> tuple[Slice, ...]:
-                return fused(self.group.layout, (self.group.layout.size + 1) // 2)
-
-    `ReduceScatterStrategy` does the same for a reduce-scatter, an update by the owner and an allgather. A strategy with another
-    protocol derives from `Strategy` and returns its own `GradientAverager` from `averager`.
+    A strategy of your own derives from `AllreduceStrategy`, which sums slices of the gradients, or from `ReduceScatterStrategy`,
+    in which owners update parts that all ranks gather; it defines the slices (docs/own-code.md has an example). A strategy with
+    another protocol derives from `Strategy` and returns its own `GradientAverager` from `averager`.
 
     Args:
         group: the parameters to plan for.

@@ -19,9 +19,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from hpctrain.assembly.checks import check_names, refusal
+from hpctrain.assembly.faults import load_checked
 from hpctrain.bench.machine import machine_facts
-from hpctrain.config.load import load
 from hpctrain.config.schema import Config
 from hpctrain.core.errors import ConfigError, HpctrainError, LaunchError
 from hpctrain.core.files import read_text
@@ -94,8 +93,7 @@ def run(task: ScalingStudy, ranks: Sequence[int], *, say: Callable[[str], None] 
         ConfigError: the configuration cannot be used.
         LaunchError: a job failed; the message contains the end of its output.
     """
-    config, source = load(task.file, task.overrides, refusal)
-    check_names(config, source)
+    config = load_checked(task.file, task.overrides)
     threads = task.threads if task.threads is not None else _threads(config, task, max(ranks))
     points = []
     for count in ranks:

@@ -144,11 +144,11 @@ def data(file: Path, overrides: tuple[str, ...], threads: tuple[int, ...] | None
 
     config, source = load_config(file, overrides)
     plan = set_threads(detect(os.environ), None if config.threads == "auto" else config.threads)  # before NumPy is imported
-    from hpctrain.assembly.checks import check_names
+    from hpctrain.assembly.faults import check_config
     from hpctrain.bench.data import measure
     from hpctrain.bench.machine import machine_facts
 
-    check_names(config, source)
+    check_config(config, source)
     counts = threads or tuple(1 << power for power in range(plan.cores.bit_length()))
     rates = measure(config, counts, plan.threads, times_step=not no_step)
     sentences = [rates.sentence(count) for count in rates.threads]

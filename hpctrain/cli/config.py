@@ -17,7 +17,6 @@ from hpctrain.cli.arguments import FILE, OVERRIDES, Commands, FilePath
 from hpctrain.cli.arguments import examples as complete_examples
 from hpctrain.core.files import nearest_file
 from hpctrain.core.text import echo, echo_block, echo_wrapped
-from hpctrain.process.start import load_config
 
 
 @click.group(cls=Commands)
@@ -34,13 +33,11 @@ def show(file: Path, overrides: tuple[str, ...]) -> None:
     Prints FILE with OVERRIDES such as optimizer.lr=0.2 and the defaults of all keys and options, as YAML: a configuration that
     starts the same run. Options of the model that follow from the data, such as the number of classes, are left out.
     """
-    from hpctrain.assembly.checks import check_names
+    from hpctrain.assembly.faults import load_checked
     from hpctrain.assembly.options import filled
     from hpctrain.config.load import dump
 
-    loaded, source = load_config(file, overrides)
-    check_names(loaded, source)
-    echo_block(dump(filled(loaded)))
+    echo_block(dump(filled(load_checked(file, overrides))))
 
 
 @config.command()
@@ -55,13 +52,12 @@ def check(file: Path, overrides: tuple[str, ...]) -> None:
     init.weights fit. It prints what it has not checked. If the configuration needs a GPU, or a processor that multiplies
     bfloat16, and this machine lacks it, the command only warns: the training may run on another machine.
     """
-    from hpctrain.assembly.checks import check_names
+    from hpctrain.assembly.faults import load_checked
     from hpctrain.assembly.images import check_files, check_single_values, data_line
     from hpctrain.config.schema import SYNTHETIC
     from hpctrain.storage.weights_file import SAFETENSORS
 
-    loaded, source = load_config(file, overrides)
-    check_names(loaded, source)
+    loaded = load_checked(file, overrides)
     recipe, images = check_files(loaded) or (None, None)
     single = "" if recipe is None else check_single_values(recipe)
     for warning in (single and f"warning: {single}", *(() if images is None else images.notes)):

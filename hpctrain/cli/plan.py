@@ -17,7 +17,6 @@ from hpctrain.cli.arguments import FILE, OVERRIDES, Commands, FilePath, Finite, 
 from hpctrain.cli.bench import RankCounts
 from hpctrain.core.errors import ConfigError
 from hpctrain.core.text import echo, echo_block
-from hpctrain.process.start import load_config
 
 if TYPE_CHECKING:
     from hpctrain.config.schema import Config
@@ -147,10 +146,9 @@ def search(
     """
     if write is not None and write.exists() and file.exists() and write.samefile(file):
         raise ConfigError(f"--write {write} would overwrite the configuration and lose its comments; give another file name.")
-    from hpctrain.assembly.checks import check_names
+    from hpctrain.assembly.faults import load_checked
 
-    config, source = load_config(file, overrides)
-    check_names(config, source)
+    config = load_checked(file, overrides)
     from hpctrain.planner.costs import machine_file
     from hpctrain.planner.search import configured_search
 
@@ -297,12 +295,11 @@ def simulate(
 
 def _configs(file: Path, overrides: tuple[str, ...], averagers: tuple[str, ...]) -> dict[str, Config]:
     """Return the configuration with each averager, by the averager's label."""
-    from hpctrain.assembly.checks import check_names
+    from hpctrain.assembly.faults import load_checked
 
     configs = {}
     for averager in averagers or ("",):
-        config, source = load_config(file, (*overrides, *([f"averager={averager}"] if averager else [])))
-        check_names(config, source)
+        config = load_checked(file, (*overrides, *([f"averager={averager}"] if averager else [])))
         configs[averager or config.averager.name] = config
     return configs
 
@@ -432,11 +429,10 @@ def _task(
     classes: int | None,
     machine: str | None,
 ) -> PlannedRun:
-    from hpctrain.assembly.checks import check_names
+    from hpctrain.assembly.faults import load_checked
     from hpctrain.planner.planned_run import prepare
 
-    config, source = load_config(file, overrides)
-    check_names(config, source)
+    config = load_checked(file, overrides)
     if config.automatic:
         from hpctrain.planner.search.configured_search import resolved
 

@@ -11,7 +11,6 @@ from rich.measure import Measurement
 from rich.segment import Segment
 from rich.table import Table
 
-from hpctrain.averaging.averagers import strategy_costs
 from hpctrain.comm.link import LinkModel
 from hpctrain.core.console import output_console, plain_table
 from hpctrain.core.intervals import Box, Interval
@@ -159,7 +158,7 @@ def _gradients(task: PlannedRun, averaged: Sequence[GroupSchedule]) -> Iterator[
             f"{exchanged} bytes per rank and step with {task.config.averager.name}."
         )
     yield f"All gradients: {_range(averaging_bytes(task, averaged))} bytes per rank and step."
-    note = strategy_costs(task.config.averager.name, task.config.averager.options).note
+    note = task.candidate.averager.costs.note
     if note is not None:
         yield note
 

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
 
-from hpctrain.averaging.averagers import strategy_costs
+from hpctrain.averaging.averagers import AveragerChoice
 from hpctrain.backend.specs import BatchNormSpec
 from hpctrain.core.console import PlainConsole, output_console, plain_table
 from hpctrain.core.text import counted, size_text
@@ -144,7 +144,7 @@ def print_scaling(study: SimulatedStudy, points: Sequence[SimulatedPoint]) -> No
         out.print(f"\naverager {name}, simulated:")
         print_whole(out, scaling_table(line_points))
         averager = study.configs[name].averager
-        note = strategy_costs(averager.name, averager.options).note
+        note = AveragerChoice(averager.name, averager.options).costs.note
         if note is not None:
             out.print(note)
     out.print("")

@@ -12,7 +12,6 @@ import click
 from hpctrain.cli.arguments import OVERRIDES, FilePath, complete_sites
 from hpctrain.cli.config import two_columns
 from hpctrain.core.text import counted, echo, echo_block
-from hpctrain.process.start import load_config
 
 
 @click.command()
@@ -93,7 +92,7 @@ def submit(
     OVERRIDES such as optimizer.lr=0.2 override keys of the file. The script is written to jobs/ in the output directory, next to
     its log. Running the same command again resumes the newest run of that name from its newest checkpoint.
     """
-    from hpctrain.assembly.checks import check_names
+    from hpctrain.assembly.faults import load_checked
     from hpctrain.assembly.images import check_files
     from hpctrain.config.schema import SYNTHETIC
     from hpctrain.runs.directory import latest
@@ -102,8 +101,7 @@ def submit(
     from hpctrain.site.job import JobRequest, check_backend, job_files, plan_job, render, submission_notes
     from hpctrain.site.job import submit as hand_over
 
-    config, source = load_config(file, overrides)
-    check_names(config, source)
+    config = load_checked(file, overrides)
     checked = check_files(config)
     for note in () if checked is None else checked[1].notes:
         echo(note, err=True)

@@ -20,8 +20,8 @@ from hpctrain.core.yaml_source import KeyPath, Source, dotted
 
 _SHOWN_CHARACTERS = 60
 
-#: value of a fault whose sentence shows no value
-NONE = object()
+#: values of a fault whose sentence shows no value, and of a fault whose rule is the whole sentence, such as that of an error
+NONE, WHOLE = object(), object()
 #: rules of keys
 UNKNOWN = "is unknown"
 MISSING = "is missing"
@@ -34,7 +34,7 @@ class Fault:
     Attributes:
         path: path of the key; empty for the whole file.
         rule: rule as the continuation of the key, such as "must be at least 1"; or UNKNOWN or MISSING.
-        value: wrong value, or NONE.
+        value: wrong value, or NONE or WHOLE.
         hint: words after the rule, with the character that separates them.
     """
 
@@ -45,7 +45,9 @@ class Fault:
 
     def __str__(self) -> str:
         name = dotted(self.path) or "The file"
-        if self.rule == UNKNOWN:
+        if self.value is WHOLE:
+            text = self.rule.removesuffix(".")
+        elif self.rule == UNKNOWN:
             text = f'Unknown key "{name}"'
         elif self.rule == MISSING:
             text = f'The key "{name}" is missing'
@@ -62,8 +64,7 @@ def show(value: Any) -> str:
         text = yaml.safe_dump(value, default_flow_style=True, width=10**6, allow_unicode=True)
     except yaml.YAMLError:
         text = repr(value)
-    text = " ".join(text.removesuffix("\n").removesuffix("\n...").split("\n"))
-    text = escaped(text)
+    text = escaped(" ".join(text.removesuffix("\n").removesuffix("\n...").split("\n")))
     return text if len(text) <= _SHOWN_CHARACTERS else text[: _SHOWN_CHARACTERS - 3] + "..."
 
 

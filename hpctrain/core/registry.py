@@ -414,10 +414,7 @@ def _wrong_type(name: str, value: Any, expected: Any, legal: str | None = None, 
 
 
 def _wrong_item(name: str, value: Any, expected: Any) -> tuple[str, Any, Any]:
-    """Return (name, value, expected type) of the first wrong value in a mapping, or in a list of objects.
-
-    Returns the arguments unchanged if there is no such value.
-    """
+    """Return (name, value, expected type) of the first wrong item of a mapping or a list; the arguments if there is none."""
     for member in _members(expected):
         origin, kind = get_origin(member), (get_args(member) or (Any,))[-1]  # of the values
         if origin is Mapping and isinstance(value, Mapping):

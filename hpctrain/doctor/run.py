@@ -186,10 +186,10 @@ class DoctorRank:
 def _with_names_checked(configuration: _Read) -> _Read:
     """Return the configuration, or an error if one of its names or options is invalid."""
     if isinstance(configuration, tuple):
-        from hpctrain.assembly.checks import check_names
+        from hpctrain.assembly.faults import check_config
 
         try:
-            check_names(*configuration)
+            check_config(*configuration)
         except HpctrainError as error:
             return error
     return configuration

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
 
-from hpctrain.averaging.averagers import strategy_costs
-from hpctrain.averaging.base import PlannedGroup, Strategy, StrategyCosts
+from hpctrain.averaging.averagers import AveragerChoice
 from hpctrain.backend.graph import Graph
 from hpctrain.backend.operators import KernelSet
 from hpctrain.data.sampler import counts
@@ -28,8 +26,6 @@ class PlannedJob:
         specs: all parameters, by full name.
         image_shape: (H, W, C).
         batch: samples of a step over all ranks.
-        strategy: function from (name, options, group) to the averaging strategy; raises ConfigError if the strategy cannot use
-            the options or the group.
         state_arrays: number of elements of optimiser state and of averaged weights, per parameter element.
         shards: number of shards of a step whose sums have a fixed order (docs/exact.md); None: the ranks divide the samples.
         update_factor: time of the optimiser's update, without norms, relative to that of SGD with momentum and weight decay.
@@ -43,7 +39,6 @@ class PlannedJob:
     image_shape: tuple[int, int, int]
     batch: int
     norms_needed: NormsNeeded
-    strategy: Callable[[str, Mapping[str, Any], PlannedGroup], Strategy]
     momentum: float = 0.0
     state_arrays: int = 1
     update_factor: float = 1.0
@@ -93,26 +88,6 @@ Job = PlannedJob  # short name inside the planner; `Job` of `hpctrain.api` is a 
 
 
 @dataclass(frozen=True)
-class AveragerChoice:
-    """Averager and its options, as in a configuration."""
-
-    name: str = "sharded"
-    options: Mapping[str, Any] = field(default_factory=dict)
-
-    @cached_property
-    def costs(self) -> StrategyCosts:
-        """Costs that the strategy declares."""
-        return strategy_costs(self.name, self.options)
-
-    def __reduce__(self) -> tuple[type[AveragerChoice], tuple[str, dict[str, Any]]]:
-        return AveragerChoice, (self.name, dict(self.options))  # without the costs, whose functions cannot be pickled
-
-    def __str__(self) -> str:
-        options = ", ".join(f"{name} {value}" for name, value in self.options.items())
-        return f"{self.name} with {options}" if options else self.name
-
-
-@dataclass(frozen=True)
 class Candidate:
     """Plan, averager and number of micro-batches with which a job can run.
 
@@ -120,7 +95,7 @@ class Candidate:
     """
 
     plan: ParallelPlan
-    averager: AveragerChoice = AveragerChoice()
+    averager: AveragerChoice = field(default_factory=AveragerChoice)
     micro_batches: int = 1
 
     @property

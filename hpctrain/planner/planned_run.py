@@ -15,7 +15,7 @@ import numpy as np
 
 from hpctrain.assembly.images import of_largest, open_images, training_images
 from hpctrain.assembly.recipe import ImageFacts, Recipe
-from hpctrain.averaging.averagers import make_strategy
+from hpctrain.averaging.averagers import AveragerChoice
 from hpctrain.backend import specs as dtypes
 from hpctrain.backend.choice import Backend, make_backend
 from hpctrain.backend.graph import Graph
@@ -31,7 +31,7 @@ from hpctrain.nn.parameter import FlatGroup, ParameterSpec
 from hpctrain.optim.base import Optimizer
 from hpctrain.parallel.parallel_plan import ParallelPlan
 from hpctrain.parallel.plan_report import PlanReport, report_plan
-from hpctrain.planner.job import AveragerChoice, Candidate, Job
+from hpctrain.planner.job import Candidate, Job
 from hpctrain.planner.program import group_schedules as schedules
 from hpctrain.planner.program.group_schedules import GroupSchedule
 
@@ -99,7 +99,6 @@ def job_of(
         image_shape,
         batch,
         optimizer.norms_needed,
-        make_strategy,
         optimizer.momentum,
         state + int(averages),
         update_factor(optimizer, state, averages=averages),

@@ -161,15 +161,14 @@ class RankProcess:
     def _checked(self, config: Config, source: Source) -> tuple[Config, ThreadPlan]:
         """Set the threads; return them with the checked configuration, all defaults filled in."""
         threads = set_threads(self.launcher, None if config.threads == "auto" else config.threads, measures=True)
-        from hpctrain.assembly.checks import check_names
-        from hpctrain.assembly.options import filled
+        from hpctrain.assembly.faults import check_config
 
-        check_names(config, source)
+        config = check_config(config, source)
         if self.rank() == 0 and any(reporter.name == "tensorboard" for reporter in config.metrics.all_reporters):
             from hpctrain.training.reporters.tensorboard import tensorboard_writer
 
             tensorboard_writer()  # reports a missing package before the job starts
-        return filled(config), threads
+        return config, threads
 
     def _load(self, config: Config | None, *, trains: bool) -> None:
         """Load the modules of the job."""

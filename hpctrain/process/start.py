@@ -109,7 +109,7 @@ class Begun:
 def load_config(file: Path, overrides: tuple[str, ...]) -> tuple[Config, Source]:
     """Return the configuration in a file with overrides, checked against its schema. Imports no NumPy unless there is a fault.
 
-    Options of named objects are not checked here; see `check_names`.
+    Options of named objects are not checked here; see `assembly.faults`.
 
     Raises:
         ConfigError: the configuration has faults; one sentence for each, with its position.
@@ -120,7 +120,7 @@ def load_config(file: Path, overrides: tuple[str, ...]) -> tuple[Config, Source]
 
 
 def _refusal(path: KeyPath, name: str) -> str | None:
-    from hpctrain.assembly.checks import refusal
+    from hpctrain.assembly.faults import refusal
 
     return refusal(path, name)
 

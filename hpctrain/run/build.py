@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from hpctrain.assembly.checks import check_device
+from hpctrain.assembly.faults import check_device
 from hpctrain.assembly.images import (
     CHECKPOINT,
     check_image_shapes,
@@ -376,7 +376,7 @@ def make_replica(recipe: Recipe, session: Session, *, trains: bool = True) -> Re
         network,
         groups=session.groups,
         progress=session.progress,
-        strategy=recipe.make_strategy if trains else None,
+        strategy=recipe.averager.strategy if trains else None,
         optimizer=recipe.make_optimizer,
         nominal_batch=config.batch,
         micro_batches=config.micro_batches,

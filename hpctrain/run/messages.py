@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 
-from hpctrain.assembly.checks import progress_fault, transport_fault
+from hpctrain.assembly.faults import PROGRESS_FAULT, transport_fault
 from hpctrain.backend import choice
 from hpctrain.backend.arithmetic import Arithmetic
 from hpctrain.comm.base import Communicator
@@ -85,7 +85,7 @@ def set_progress(rank: StartedRank, network: Network, wanted: str) -> ProgressMo
     """
     mode = ProgressMode(wanted)
     if mode is ProgressMode.THREAD and rank.world.size > 1 and not network.kernels.arithmetic.on_host:
-        raise ConfigError(progress_fault())
+        raise ConfigError(PROGRESS_FAULT)
     if mode is ProgressMode.THREAD and not rank.threads_may_communicate:
         raise ConfigError(
             f'progress is {mode}, which needs the MPI thread level "serialized" or "multiple", but MPI has started at '

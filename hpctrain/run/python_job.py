@@ -18,7 +18,7 @@ import numpy as np
 from pydantic import ValidationError
 
 from hpctrain.assembly.images import WARNING, aligned, check_image_shapes, constant_metrics
-from hpctrain.averaging.averagers import make_strategy
+from hpctrain.averaging.averagers import AveragerChoice
 from hpctrain.averaging.base import PlannedGroup, Strategy
 from hpctrain.backend.choice import Backend, make_backend
 from hpctrain.comm.base import Communicator, Subject, compare, raise_on_all_ranks
@@ -374,9 +374,8 @@ class Job(StartedRank):
 
     def _strategy(self, averager: Choice) -> Callable[[PlannedGroup], Strategy]:
         if averager == _AUTO:
-            chosen = self._chosen("averager", _AUTO).averager
-            return partial(make_strategy, chosen.name, chosen.options)
-        return partial(make_strategy, *named(averager))
+            return self._chosen("averager", _AUTO).averager.strategy
+        return AveragerChoice(*named(averager)).strategy
 
     def _chosen(self, argument: str, value: str) -> Candidate:
         if value != _AUTO:

@@ -14,7 +14,7 @@ import pytest
 
 from hpctrain.averaging import averagers, link_simulation, slicing
 from hpctrain.averaging.averager_state import UndoCopy, copy_parameters, swap_parameters, unique_segments
-from hpctrain.averaging.averagers import make_strategy
+from hpctrain.averaging.averagers import AveragerChoice
 from hpctrain.averaging.base import Agreement, AveragerSetup, GradientAverager, Strategy
 from hpctrain.averaging.collective_schedule import CollectiveSchedule
 from hpctrain.averaging.link_simulation import StepClock, Times
@@ -516,7 +516,7 @@ def _swapped(comm: ThreadCommunicator, averager: str) -> dict[str, list[np.ndarr
     """By parameter: the weights, what the swap brings, what checkpoints have of the average, and what a second swap brings."""
     progress = ProgressEngine(rank=comm.rank, deadline_seconds=60, abort=comm.abort)
     options = {"density": 1.0} if averager == "sparse" else {}
-    replica = replica_of(TASK, comm, progress, partial(make_strategy, averager, options))
+    replica = replica_of(TASK, comm, progress, AveragerChoice(averager, options).strategy)
     for batch in batches(TASK, comm.rank, comm.size, replica.tiles):
         replica.step(batch, TASK.lr)
     replica.drain()

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from hpctrain.averaging import slicing
 from hpctrain.averaging.allreduce import AllreduceStrategy
-from hpctrain.averaging.averagers import check_same_schedule, make_strategy
+from hpctrain.averaging.averagers import AveragerChoice, check_same_schedule
 from hpctrain.averaging.base import PlannedGroup
 from hpctrain.averaging.collective_schedule import (
     ALL_SLICES,
@@ -530,7 +530,7 @@ def _group(shards: int | None = 8, **facts: Any) -> PlannedGroup:
     ],
 )
 def test_strategies_that_sum_gradients_are_accepted_for_exact_runs(name: str, options: dict[str, Any]) -> None:
-    make_strategy(name, options, _group())
+    AveragerChoice(name, options).strategy(_group())
 
 
 @pytest.mark.parametrize(
@@ -545,21 +545,23 @@ def test_strategies_that_sum_gradients_are_accepted_for_exact_runs(name: str, op
     ],
 )
 def test_what_does_not_is_refused_with_shards_only(name: str, options: dict[str, Any], words: str) -> None:
-    make_strategy(name, options, _group(None, nodes=(0, 1)))
+    AveragerChoice(name, options).strategy(_group(None, nodes=(0, 1)))
     with pytest.raises(ConfigError, match=words) as caught:
-        make_strategy(name, options, _group(nodes=(0, 1)))
+        AveragerChoice(name, options).strategy(_group(nodes=(0, 1)))
     if options:
         assert isinstance(caught.value, OptionError)
         assert caught.value.option in options
 
 
 def test_sums_have_one_level() -> None:
-    assert make_strategy("sharded", {}, _group(None, nodes=(0, 0))).levels is None
+    assert AveragerChoice("sharded", {}).strategy(_group(None, nodes=(0, 0))).levels is None
     group = PlannedGroup(GroupLayout({}), 4, nodes=(0, 0, 1, 1))
-    assert make_strategy("sharded", {}, group).levels is not None
-    assert make_strategy("sharded", {}, PlannedGroup(GroupLayout({}), 4, nodes=(0, 0, 1, 1), shards=8)).levels is None
+    assert AveragerChoice("sharded", {}).strategy(group).levels is not None
+    assert AveragerChoice("sharded", {}).strategy(PlannedGroup(GroupLayout({}), 4, nodes=(0, 0, 1, 1), shards=8)).levels is None
 
 
 def test_a_stored_schedule_is_one_of_as_many_shards() -> None:
-    requests = [make_strategy(name, {}, _group(shards)).request() for name in ("sharded", "bucketed") for shards in (None, 8, 4)]
+    requests = [
+        AveragerChoice(name, {}).strategy(_group(shards)).request() for name in ("sharded", "bucketed") for shards in (None, 8, 4)
+    ]
     assert len(set(requests)) == 6

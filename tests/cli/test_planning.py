@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 
-from hpctrain.assembly.checks import check_names
+from hpctrain.assembly.faults import check_config
 from hpctrain.cli.main import cli
 from hpctrain.cli.plan import FACTOR, SlowRank, slow_ranks
 from hpctrain.config.load import load
@@ -148,7 +148,7 @@ def test_the_table_fits_and_contains_the_command_line() -> None:
     command = shlex.split(lines[-1])
     assert command[:8] == ["mpiexec", "-n", "4", "python", "-m", "mpi4py", "-m", "hpctrain"]
     config, source = load(command[9], command[10:])
-    check_names(config, source)
+    check_config(config, source)
     assert config.grid.rows * (config.grid.cols or 0) == 4
     assert config.batch == 8
 
@@ -158,7 +158,7 @@ def test_the_written_file_is_the_first_choice_and_plans(tmp_path: Path) -> None:
     searched = found(GRID, *SMALL, "--ranks", "4", "--write", str(path))
     assert searched["command"] == f"mpiexec -n 4 python -m mpi4py -m hpctrain train {path}"
     config, source = load(path)
-    check_names(config, source)
+    check_config(config, source)
     keys = searched["choices"][0]["keys"]
     assert [config.grid.rows, config.grid.cols] == searched["choices"][0]["grid"]
     assert (config.averager.name, config.micro_batches) == (keys["averager"]["name"], keys["micro_batches"])

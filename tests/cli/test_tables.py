@@ -16,6 +16,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
+from hpctrain.averaging.averagers import AveragerChoice
 from hpctrain.cli import plan_tables
 from hpctrain.cli.result_tables import (
     print_json,
@@ -34,7 +35,7 @@ from hpctrain.comm.link import LinkModel
 from hpctrain.parallel.parallel_plan import ParallelPlan
 from hpctrain.parallel.plan_report import LayerReport
 from hpctrain.planner import planned_run
-from hpctrain.planner.job import AveragerChoice, Candidate
+from hpctrain.planner.job import Candidate
 from hpctrain.planner.search.configured_search import PlannedSearch, SimulatedPoint, on_any_grid
 from hpctrain.planner.search.search import SearchChoice, SearchResult
 from hpctrain.process.start import load_config

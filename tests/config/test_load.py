@@ -11,7 +11,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpctrain.assembly.checks import check_names
+from hpctrain.assembly.faults import check_config
 from hpctrain.config.load import load, parse
 from hpctrain.config.schema import Config
 from hpctrain.core.errors import ConfigError
@@ -349,7 +349,7 @@ schedule: constant
 def _check(*overrides: str) -> None:
     config, source = parse(CONFIG, overrides=overrides)
     assert isinstance(source, Source)
-    check_names(config, source)
+    check_config(config, source)
 
 
 def test_nothing_is_averaged_and_nothing_ends_early_by_default() -> None:

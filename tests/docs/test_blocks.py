@@ -38,7 +38,7 @@ import yaml
 from click.testing import CliRunner
 from PIL import Image
 
-from hpctrain.assembly.checks import check_names
+from hpctrain.assembly.faults import check_config
 from hpctrain.averaging.averagers import make_averager
 from hpctrain.averaging.base import AveragerSetup, PlannedGroup
 from hpctrain.averaging.group_sums import JointNorms
@@ -355,7 +355,7 @@ def test_configurations_are_valid(block: Block, tmp_path: Path) -> None:
         for path in sorted((ROOT / "configs").glob("*.yaml")):
             text = yaml.safe_dump({**yaml.safe_load(path.read_text()), **given}, sort_keys=False)
             try:
-                check_names(*parse(text, path.name))
+                check_config(*parse(text, path.name))
                 return
             except Exception as error:
                 refusals.append(f"{error}")

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from threadpoolctl import threadpool_info, threadpool_limits
 
+from hpctrain.averaging.averagers import AveragerChoice
 from hpctrain.backend.choice import DEVICE_VARIABLE, Backend, NodePlace, make_backend
 from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
 from hpctrain.backend.operators import KernelSet
@@ -26,7 +27,7 @@ from hpctrain.planner import planned_run
 from hpctrain.planner.costs import machine_file
 from hpctrain.planner.costs.machine import Link, LinkSegment, Machine, OperatorClass, OperatorRate
 from hpctrain.planner.costs.operator_times import OperatorTimes, cache_file
-from hpctrain.planner.job import AveragerChoice, Candidate
+from hpctrain.planner.job import Candidate
 from hpctrain.planner.measure import calibration, measurement
 from hpctrain.planner.measure.measurement import measured_times
 from hpctrain.planner.planned_run import PlannedRun, prepare

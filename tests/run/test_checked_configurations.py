@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from pydantic import BaseModel
 
 import hpctrain
-from hpctrain.assembly.checks import check_device, check_names, device_faults, exact_faults
+from hpctrain.assembly.faults import check_config, check_device, device_faults, exact_faults
 from hpctrain.assembly.options import FOLLOWING, KINDS, SECTIONS, Choice, choice, choices, defaults, filled, json_schema, names
-from hpctrain.averaging.averagers import AVERAGERS
+from hpctrain.averaging.averagers import AveragerChoice
 from hpctrain.backend.choice import make_backend
 from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
 from hpctrain.cli.main import cli
@@ -70,12 +70,12 @@ def faults(text, *overrides):
     """The lines of the error."""
     config, source = parse(text, "f.yaml", overrides)
     with pytest.raises(ConfigError) as caught:
-        check_names(config, source)
+        check_config(config, source)
     return str(caught.value).splitlines()
 
 
 def passes(text, *overrides):
-    check_names(*parse(text, "f.yaml", overrides))
+    check_config(*parse(text, "f.yaml", overrides))
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_every_model_can_be_named_alone(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
 def test_shipped_configurations_pass(path):
-    check_names(*load(path))
+    check_config(*load(path))
 
 
 def test_the_command_lines_in_shipped_configurations_pass():
@@ -116,7 +116,7 @@ def test_the_command_lines_in_shipped_configurations_pass():
         for line in path.read_text().splitlines():
             if line.startswith("#") and "hpctrain train configs/" in line:
                 file, *overrides = line.split("hpctrain train ")[1].split()
-                check_names(*load(CONFIGS.parent / file, overrides))
+                check_config(*load(CONFIGS.parent / file, overrides))
                 found += 1
     assert found
 
@@ -266,10 +266,10 @@ def test_every_name_and_option_has_a_sentence(kind: str, one: Choice) -> None:
 @pytest.mark.parametrize("path", SHIPPED_CONFIGS, ids=lambda path: path.stem)
 def test_a_filled_configuration_is_the_same_run(path: Path) -> None:
     config, source = load(path)
-    check_names(config, source)
+    check_config(config, source)
     full = filled(config)
     again, source = parse(dump(full))
-    check_names(again, source)
+    check_config(again, source)
     assert again == full == filled(full)
     models = [json.dumps(catalogue.check(each.model.name, each.model.options)) for each in (config, full)]
     assert models[0] == models[1]
@@ -292,9 +292,9 @@ def test_a_filled_configuration_is_the_same_run(path: Path) -> None:
 def test_every_name_with_all_its_defaults_is_legal(section: str, name: str) -> None:
     needed = {"optimizer": ", lr: 0.1", "schedule": ", milestones_epochs: [1]" if name == "step" else ""}
     config, source = load(SHIPPED_CONFIGS[0], [f"{section}={{name: {name}{needed.get(section, '')}}}"])
-    check_names(config, source)
+    check_config(config, source)
     full = filled(config)
-    check_names(full, source)
+    check_config(full, source)
     assert getattr(full, section).name == name
 
 
@@ -325,7 +325,7 @@ def test_the_schema_lets_sections_be_left_to_the_run() -> None:
 
 def test_an_open_averager_is_filled_with_nothing() -> None:
     config, source = load(SHIPPED_CONFIGS[0], ["averager=auto", "grid=auto", "plan=auto"])
-    check_names(config, source)
+    check_config(config, source)
     assert filled(config).automatic == ("grid", "plan", "averager")
     assert (filled(config).averager.options, parse(dump(filled(config)))[0]) == ({}, filled(config))
 
@@ -476,7 +476,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     for module in (planned_run, session, python_job):
         monkeypatch.setattr(module, "make_backend", counted(make_backend, "backend"))
     monkeypatch.setattr(OPTIMIZERS, "create", counted(OPTIMIZERS.create, "optimizer"))
-    monkeypatch.setattr(AVERAGERS, "create", counted(AVERAGERS.create, "strategy"))
+    monkeypatch.setattr(AveragerChoice, "strategy", counted(AveragerChoice.strategy, "strategy"))
     return counts
 
 
@@ -496,7 +496,7 @@ def test_a_command_makes_a_model_for_the_usual_images_and_one_for_those_of_the_f
 def test_a_training_makes_each_part_once_after_its_check(tmp_path: Path, made: Counter[str]) -> None:
     """A network that is not split has one group of parameters."""
     run_in_process.prepare(tmp_path)
-    check_names(*load(tmp_path / "tiny.yaml"))
+    check_config(*load(tmp_path / "tiny.yaml"))
     run_in_process.train(tmp_path)
     assert made == Counter(model=2, backend=1, optimizer=2, strategy=2)
 

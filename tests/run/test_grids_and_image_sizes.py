@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpctrain.assembly.checks import check_names
+from hpctrain.assembly.faults import check_config
 from hpctrain.assembly.images import check_files, check_image_shapes, check_single_values, image_sizes, of_largest, size_faults
 from hpctrain.assembly.options import filled
 from hpctrain.assembly.recipe import Recipe, check_batch, columns
@@ -105,12 +105,11 @@ def sizes_config(sizes: str, model: str = "resnet50") -> Config:
 def test_a_fault_has_its_place_and_the_nearest_legal_value(
     sizes: str, model: str, place: tuple[object, ...], sentence: str
 ) -> None:
-    ((path, fault),) = size_faults(Recipe(sizes_config(sizes, model)))
-    assert path == ("data", "sizes", *place)
+    (fault,) = size_faults(Recipe(sizes_config(sizes, model)))
+    assert fault.path == ("data", "sizes", *place)
     config, source = parse(SIZES_TEXT.format(sizes=sizes, model=model))
     with pytest.raises(ConfigError, match=sentence):
-        check_names(config, source)
-    assert fault in str(source.error(path, fault))
+        check_config(config, source)
 
 
 @pytest.mark.parametrize("model", ["resnet50", "vgg16", "alexnet", "resnet9", "resnet20", "small"])
@@ -257,7 +256,7 @@ CHANGED = {"name", "batch", "epochs", "optimizer.lr", "schedule.warmup_epochs", 
 
 def configured(folder: Path, *overrides: str, model: str = "small", size: int = 28) -> Config:
     config, source = parse(RECIPE_TEXT.format(folder=folder, model=model, size=size), overrides=overrides)
-    check_names(config, source)
+    check_config(config, source)
     return filled(config)
 
 

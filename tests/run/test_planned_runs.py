@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from hpctrain.assembly.recipe import Recipe
 from hpctrain.averaging import averagers
-from hpctrain.averaging.averagers import make_strategy
+from hpctrain.averaging.averagers import AveragerChoice
 from hpctrain.averaging.base import PlannedGroup, Strategy
 from hpctrain.averaging.collective_schedule import CollectiveSchedule
 from hpctrain.averaging.strategies.priority import Priority
@@ -36,7 +36,7 @@ from hpctrain.parallel.rank_graph import make_network
 from hpctrain.planner.costs.compute_costs import RateCosts, update_key
 from hpctrain.planner.costs.machine import Link, LinkSegment, Machine, OperatorClass, OperatorRate
 from hpctrain.planner.costs.operator_times import OperatorTimes, cache_file, processor_model
-from hpctrain.planner.job import AveragerChoice, Candidate
+from hpctrain.planner.job import Candidate
 from hpctrain.planner.measure.measurement import measure
 from hpctrain.planner.planned_run import (
     PlannedRun,
@@ -136,7 +136,7 @@ def agreed(task: PlannedRun, comm: ThreadCommunicator) -> tuple[int, Agreed]:
         network,
         groups=groups,
         progress=progress,
-        strategy=partial(make_strategy, config.averager.name, config.averager.options),
+        strategy=AveragerChoice(config.averager.name, config.averager.options).strategy,
         optimizer=partial(OPTIMIZERS.create, config.optimizer.name, config.optimizer.options),
         nominal_batch=config.batch,
     )
@@ -166,9 +166,7 @@ def test_a_job_is_what_the_configuration_trains(optimizer: str, norms_needed: st
     assert training.kernels is task.job.kernels
     assert chosen == Candidate(task.plan, AveragerChoice("priority", {"window": 3}), 2)
     group = PlannedGroup(GroupLayout(training.specs, "float32"), 2)
-    assert isinstance(training.strategy(chosen.averager.name, chosen.averager.options, group), Priority)
-    with pytest.raises(ConfigError, match="averager"):
-        training.strategy("unknown", {}, group)
+    assert isinstance(chosen.averager.strategy(group), Priority)
 
 
 def test_a_plan_refuses_the_averager_that_a_run_refuses() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from hpctrain.assembly.checks import device_faults
+from hpctrain.assembly.faults import device_faults
 from hpctrain.backend import choice
 from hpctrain.backend.host_arithmetic import HostArithmetic
 from hpctrain.comm import device_probe
@@ -156,9 +156,9 @@ def test_a_trial_is_made_where_it_matters(monkeypatch: pytest.MonkeyPatch) -> No
     ],
 )
 def test_refusals(keys: dict[str, Any], sentence: str) -> None:
-    ((path, found),) = device_faults(_config(**keys))
-    assert path == ("transport",)
-    assert found.startswith(sentence)
+    (fault,) = device_faults(_config(**keys))
+    assert fault.path == ("transport",)
+    assert str(fault).startswith(sentence)
     assert list(device_faults(_config(**{**keys, "transport": "auto"}))) == []
 
 

@@ -20,7 +20,7 @@ from unittest import mock
 
 import numpy as np
 
-from hpctrain.averaging.averagers import make_strategy
+from hpctrain.averaging.averagers import AveragerChoice
 from hpctrain.averaging.strategies.blocking import Blocking
 from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
 from hpctrain.comm.progress import ProgressEngine
@@ -174,7 +174,7 @@ def _check_position(row: Row, course: Course, outcome: RunOutcome) -> int | None
 
 
 def _strategy(row: Row) -> StrategyFactory:
-    return partial(make_strategy, value_of(row, "averager"), averager_options(row))
+    return AveragerChoice(value_of(row, "averager"), averager_options(row)).strategy
 
 
 def _on_ranks(row: Row, program: Callable[[ThreadCommunicator, ProgressEngine], T]) -> list[T]:
@@ -263,7 +263,7 @@ def _expected(row: Row, task: Task, found: _Trained) -> Result:
         alone: StrategyFactory = Blocking
         if lazy is not None:
             # One rank announces gradients alone, and no inputs and errors.
-            alone = partial(make_strategy, "lazy", {**lazy, "fc_exchange": "never"})
+            alone = AveragerChoice("lazy", {**lazy, "fc_exchange": "never"}).strategy
         result = train_alone(task, groups, alone, other_order_from=found.other_order_from, other_groups=other_groups)
         _KEPT[key] = by_epoch(result, steps_per_epoch(row))
     return _KEPT[key]

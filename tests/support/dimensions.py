@@ -13,10 +13,10 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from hpctrain.assembly.checks import device_faults, exact_faults
+from hpctrain.assembly.faults import device_faults, exact_faults
 from hpctrain.assembly.images import check_image_shapes
 from hpctrain.assembly.recipe import check_batch
-from hpctrain.averaging.averagers import make_strategy
+from hpctrain.averaging.averagers import AveragerChoice
 from hpctrain.averaging.base import PlannedGroup
 from hpctrain.backend.graph import Graph
 from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
@@ -530,7 +530,7 @@ def _refused_over_nothing(items: tuple[tuple[str, str], ...], *, split: bool, no
         layout, micro_batches = GroupLayout({}, "float64"), config.micro_batches
         size = len(nodes or (0,))
         group = PlannedGroup(layout, size, nodes, config.batch, micro_batches, norms_needed=_norms_needed(), several_groups=split)
-        make_strategy(config.averager.name, config.averager.options, replace(group, shards=config.exact.shards))
+        AveragerChoice(config.averager.name, config.averager.options).strategy(replace(group, shards=config.exact.shards))
 
     return _sentence(attempt)
 

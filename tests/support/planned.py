@@ -7,13 +7,13 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from hpctrain.averaging.averagers import make_strategy
+from hpctrain.averaging.averagers import AveragerChoice
 from hpctrain.averaging.base import GradientAverager, PlannedGroup, Strategy
 from hpctrain.averaging.collective_schedule import EventKind
 from hpctrain.backend.operators import Array
 from hpctrain.nn.parameter import Parameter
 from hpctrain.planner.costs.machine import Link, LinkSegment, Machine, OperatorRate
-from hpctrain.planner.job import AveragerChoice, Candidate, Job
+from hpctrain.planner.job import Candidate, Job
 from hpctrain.planner.planned_run import state_arrays, update_factor
 from hpctrain.planner.simulation.tasks import BeginExchange, EndBackward, Happens, Merge, NeedsParameters, StepMessage, Task
 from hpctrain.training.replica import Replica
@@ -172,7 +172,7 @@ class _Observed(Forwarding):
 
 
 def _observed_strategy(events: list[Event], averager: str, options: Mapping[str, Any], group: PlannedGroup) -> Strategy:
-    strategy = make_strategy(averager, options, group)
+    strategy = AveragerChoice(averager, options).strategy(group)
     make = strategy.averager
     strategy.averager = lambda setup, agreement: _Observed(make(setup, agreement), events)  # type: ignore[method-assign]
     return strategy

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from hpctrain.averaging.averagers import make_strategy
 from hpctrain.averaging.collective_schedule import CollectiveSchedule, EventKind, LocalEventKey, Operation, OperationKind, Stream
 from hpctrain.averaging.slicing import Slice
 from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
@@ -72,7 +71,6 @@ def job_of(
         image_shape=image_shape,
         batch=batch,
         norms_needed=NormsNeeded.NONE,
-        strategy=make_strategy,
     )
 
 

@@ -171,7 +171,7 @@ def group_strategies(job: Job, candidate: Candidate, ranks_per_node: int | None 
                 )
                 by_split_group = tuple(sum(counts[first : first + plan.rows]) for first in range(0, len(counts), plan.rows))
                 samples = counts if name == ALL else by_split_group
-                strategy = job.strategy(candidate.averager.name, candidate.averager.options, group)
+                strategy = candidate.averager.strategy(group)
                 strategies.append(GroupStrategy(name, split_ranks, strategy, samples))
     return tuple(strategies)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from hpctrain.averaging.averagers import AveragerChoice
 from hpctrain.averaging.base import StrategyCosts
 from hpctrain.averaging.collective_schedule import OperationKind
 from hpctrain.averaging.slicing import Compression
@@ -15,7 +16,6 @@ from hpctrain.averaging.sufficient_factors import moves_less
 from hpctrain.comm.groups import Levels, levels
 from hpctrain.planner.costs.collective_costs import GridPlacements, GroupPlacement, MessageCosts, unhindered_seconds
 from hpctrain.planner.costs.machine import Machine
-from hpctrain.planner.job import AveragerChoice
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
+from hpctrain.averaging.averagers import AveragerChoice
 from hpctrain.backend.specs import item_bytes, parameter_dtype
 from hpctrain.core.errors import BackendError
 from hpctrain.nn.compile.compiler import compile_graph
@@ -19,7 +20,7 @@ from hpctrain.parallel.layout import Layout
 from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
 from hpctrain.planner.costs.compute_costs import ComputeCosts
 from hpctrain.planner.costs.machine import Machine
-from hpctrain.planner.job import AveragerChoice, Candidate, Job
+from hpctrain.planner.job import Candidate, Job
 from hpctrain.planner.search.averaging_costs import AveragingCosts
 from hpctrain.planner.search.layer_costs import SegmentCost, SegmentCosts, layout_key, segments
 from hpctrain.planner.search.search_space import SearchSpace

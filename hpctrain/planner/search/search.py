@@ -12,11 +12,12 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import islice
 
+from hpctrain.averaging.averagers import AveragerChoice
 from hpctrain.core.errors import ConfigError, HpctrainError
 from hpctrain.parallel.parallel_plan import Parallelism
 from hpctrain.planner.costs.compute_costs import ComputeCosts
 from hpctrain.planner.costs.machine import Machine
-from hpctrain.planner.job import AveragerChoice, Candidate, Job
+from hpctrain.planner.job import Candidate, Job
 from hpctrain.planner.program.step_program import predict
 from hpctrain.planner.search.estimates import Estimate, GridEstimates, memory_factor
 from hpctrain.planner.search.search_space import SearchSpace, grid_shapes

@@ -9,7 +9,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 
 from hpctrain.assembly.recipe import Recipe, check_batch, columns
-from hpctrain.averaging.averagers import AVERAGERS
+from hpctrain.averaging.averagers import AVERAGERS, AveragerChoice
 from hpctrain.backend.graph import Graph
 from hpctrain.backend.operators import KernelSet
 from hpctrain.backend.specs import Conv2dSpec, LinearSpec
@@ -18,7 +18,6 @@ from hpctrain.comm.progress import ProgressMode
 from hpctrain.config.schema import Config
 from hpctrain.core.errors import ConfigError
 from hpctrain.parallel.parallel_plan import ParallelPlan
-from hpctrain.planner.job import AveragerChoice
 from hpctrain.planner.simulation.tasks import SimulationOptions
 
 #: sections of a configuration that a search chooses

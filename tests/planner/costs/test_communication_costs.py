@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from hpctrain.averaging.averagers import AveragerChoice
 from hpctrain.averaging.collective_schedule import CollectiveSchedule, Operation, OperationKind, Stream
 from hpctrain.averaging.sixteen_bits import Rounding
 from hpctrain.averaging.slicing import Compression, Slice
@@ -31,7 +32,6 @@ from hpctrain.planner.costs.collective_costs import (
 )
 from hpctrain.planner.costs.machine import Link, LinkSegment, Machine
 from hpctrain.planner.costs.operator_work import is_move, move_traffic
-from hpctrain.planner.job import AveragerChoice
 from hpctrain.planner.search.averaging_costs import AveragedParts, AveragingCosts, LinearSize
 from tests.support.averaging import exchanged
 from tests.support.simulated import machine_of

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import pytest
 
+from hpctrain.averaging.averagers import AveragerChoice
 from hpctrain.backend.specs import AddSpec, BatchNormSpec, Conv2dSpec, LinearSpec
 from hpctrain.comm.base import SingleCommunicator
 from hpctrain.comm.progress import ProgressEngine
@@ -25,7 +26,7 @@ from hpctrain.parallel.plan_report import report_plan
 from hpctrain.planner.costs.compute_costs import RateCosts
 from hpctrain.planner.costs.machine import Machine
 from hpctrain.planner.costs.operator_work import is_move
-from hpctrain.planner.job import AveragerChoice, Job
+from hpctrain.planner.job import Job
 from hpctrain.planner.search.averaging_costs import AveragedParts
 from hpctrain.planner.search.estimates import Estimate, GridEstimates, unsplit_plan
 from hpctrain.planner.search.layer_costs import SegmentCosts, segments

@@ -10,7 +10,7 @@ from functools import cache, partial
 
 import pytest
 
-from hpctrain.averaging.averagers import make_strategy
+from hpctrain.averaging.averagers import AveragerChoice
 from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
 from hpctrain.core.errors import ConfigError
 from hpctrain.nn.layers import AdaptiveAveragePool, Conv2d, Flatten, Linear, Sequential
@@ -18,7 +18,7 @@ from hpctrain.optim.optimizers import Sgd
 from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
 from hpctrain.planner.costs.compute_costs import ComputeCosts, RateCosts
 from hpctrain.planner.costs.machine import Machine
-from hpctrain.planner.job import AveragerChoice, Candidate, Job
+from hpctrain.planner.job import Candidate, Job
 from hpctrain.planner.search.estimates import patterns
 from hpctrain.planner.search.layer_costs import segments
 from hpctrain.planner.search.search import SearchResult, reason, search
@@ -287,7 +287,7 @@ def test_searched_candidates_train_as_one_rank_does(net: str, ranks: int) -> Non
 
         def program(comm: ThreadCommunicator, task: Task = task, candidate: Candidate = candidate) -> Result:
             return train(
-                task, comm, virtual_engine(comm), partial(make_strategy, candidate.averager.name, candidate.averager.options)
+                task, comm, virtual_engine(comm), AveragerChoice(candidate.averager.name, candidate.averager.options).strategy
             )
 
         for result in run_virtual(ranks, program, seed=ranks):
