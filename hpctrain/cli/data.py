@@ -293,48 +293,19 @@ def convert_arrays(
 @click.argument("file", type=_INPUT)
 @click.argument("out", type=_OUTPUT)
 @click.option("--size", type=_SIDE, help="Side of the square images, in pixels; default: images keep their size.")
-@_PICTURES
-@click.option("--limit", type=click.IntRange(1), help="Number of images to convert, starting with the first; default: all.")
-@_CLASS_NAMES
-@_THREADS
-@_OVERWRITE
-@_JSON
-def convert_npz(
-    file: Path,
-    out: Path,
-    size: int | None,
-    value_range: tuple[float, float] | None,
-    limit: int | None,
-    names_file: Path | None,
-    overwrite: bool,
-    as_json: bool,
-    **pictures: Any,
-) -> None:
+@_TREE
+def convert_npz(file: Path, out: Path, names_file: Path | None, overwrite: bool, **pictures: Any) -> None:
     """Convert JPEG files packed in an .npz.
 
     FILE is an .npz or .npz.xz with `blob`, `offsets` and `labels`; for arrays of images use `data convert arrays`. Running the
     same command again continues an interrupted conversion.
     """
     from hpctrain.data.convert import npz
-    from hpctrain.data.convert.common import LeftOut
     from hpctrain.data.files import require_new
 
     require_new(out, overwrite)  # before a large file is read
-    packed = npz.load(file)
-    with progress(f"converting {file.name}", len(packed.labels[:limit])) as advance:
-        npz.convert(
-            packed,
-            out,
-            _class_names(names_file),
-            size=None if size is None else (size, size),
-            limit=limit,
-            overwrite=overwrite,
-            advance=advance,
-            **_range(value_range, names_file),
-            **pictures,
-        )
-    beyond = tuple(f"image {number}" for number in range(len(packed.labels))[limit:]) if limit else ()
-    _report(out, as_json, [LeftOut("beyond --limit", beyond)] if beyond else [])
+    tree = npz.scan(file, _class_names(names_file))
+    _convert_tree(tree, file.name, out, names_file, overwrite=overwrite, **pictures)
 
 
 @convert.command("folder")
@@ -401,7 +372,7 @@ def _convert_tree(
     name: str,
     out: Path,
     names_file: Path | None,
-    size: int,
+    size: int | None,
     value_range: tuple[float, float] | None,
     as_json: bool,
     **pictures: Any,
@@ -411,7 +382,8 @@ def _convert_tree(
 
     scaling = _range(value_range, names_file)
     with progress(f"converting {name}", len(tree.files)) as advance:
-        skipped = folder.convert(tree, out, size=(size, size), advance=advance, **scaling, **pictures)
+        sides = None if size is None else (size, size)
+        skipped = folder.convert(tree, out, size=sides, advance=advance, **scaling, **pictures)
     _report(out, as_json, folder.left_out(tree, skipped))
 
 

@@ -156,18 +156,10 @@ class Extents:
         """
         return cls(first, len(offsets) - 1, None, offsets)
 
-    def __len__(self) -> int:
-        return self.count
-
     @property
     def size_bytes(self) -> int:
         """Size of the block, in bytes."""
         return int(self.offsets[-1]) if self.offsets is not None else self.count * (self.stride or 0)
-
-    @property
-    def end(self) -> int:
-        """Offset of the end of the block in the file."""
-        return self.first + self.size_bytes
 
     def starts(self, samples: np.ndarray) -> np.ndarray:
         """Return the offsets (n,) int64 of samples (n,) in the block. Add `first` for offsets in the file."""
@@ -234,20 +226,6 @@ class BlockReader(ReadImages):
         page by page.
         """
         self._gathers = False
-
-    def stored(self, sample: int) -> bytes:
-        """Return the stored bytes of a sample, regardless of replacements.
-
-        Raises:
-            UnreadableError: the sample cannot be read.
-        """
-        number = np.array([sample], np.int64)
-        sizes = self.extents.sizes(number)
-        out = np.empty(int(sizes[0]), np.uint8)
-        failed = self.fetch(number, self.extents.starts(number)[:, None], np.zeros((1, 1), np.int64), sizes, out, patient=True)
-        if failed:
-            raise UnreadableError(self.sentence(sample, failed[0]))
-        return out.tobytes()
 
     def read_sums(self, samples: np.ndarray) -> dict[int, int]:
         """Return the crc32 of the pixels of samples (n,), by sample. Omits unreadable samples.

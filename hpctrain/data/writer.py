@@ -1,4 +1,4 @@
-"""Writers of data files: chunk by chunk, under a temporary name until the file is complete and on the disk.
+"""Writer of data files: chunk by chunk, under a temporary name until the file is complete and on the disk.
 
 The block of samples is at its final place from the beginning, so finishing the file writes HDF5's structures around it and copies
 nothing. A journal has a line for each chunk: its size, its checksum, and the data that the writer needs to resume. A chunk is
@@ -8,17 +8,15 @@ chunk, whether a process was killed or a machine lost data.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import fcntl
 import hashlib
-import itertools
 import json
 import logging
 import os
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -42,182 +40,18 @@ from hpctrain.data.image_file import (
     names_digest,
 )
 from hpctrain.data.readers import ValueRange, sum_of
-from hpctrain.launch import processes
-from hpctrain.storage.atomic_write import PARTIAL, publish, target_of
+from hpctrain.storage.atomic_write import PARTIAL, publish, replacing, target_of
 from hpctrain.storage.hdf5_store import StoreFile
 
-#: offset of the block in the file; HDF5's first structures fit before it
-BLOCK_OFFSET = 4096
-_JOURNAL = ".journal"
-_JOURNAL_VERSION = 1
-
-
-class UnfinishedFile:
-    """Block of samples of the unfinished data file `path`, appended to in chunks. One process at a time.
-
-    Args:
-        source: identifier of the inputs and settings of the conversion. An unfinished file with the same source is continued.
-            None: start from scratch under a unique temporary name; an interruption leaves no file.
-
-    Attributes:
-        path: temporary path of the file.
-        size: size of the block, in bytes.
-
-    Raises:
-        OSError: the file cannot be created.
-        DataError: another process is writing the same file, or a file of another program has the temporary name.
-    """
-
-    def __init__(self, path: Path, source: str | None = None) -> None:
-        path = target_of(path)
-        self._target, self.keeps = path, source is not None
-        self.path = path.with_name(path.name + PARTIAL if self.keeps else f".{path.name}.{processes.own_mark()}.tmp")
-        self._journal_path = self.path.with_name(self.path.name + _JOURNAL)
-        self.size = self._journal_size = 0
-        self.descriptor = self._opened(self.path)
-        self._journal: int | None = None
-        self._header = _line({"journal": _JOURNAL_VERSION, "source": hashlib.sha256((source or "").encode()).hexdigest()})
-        try:
-            if self.keeps:
-                self._lock()
-                if os.fstat(self.descriptor).st_size and not self._journal_path.is_file():
-                    raise self._foreign(self.path)  # such as a download of the same name
-                self._journal = self._opened(self._journal_path)
-            else:
-                os.ftruncate(self.descriptor, 0)
-        except BaseException:
-            self.close()
-            raise
-
-    def kept(self) -> Iterator[tuple[dict[str, Any], np.ndarray]]:
-        """Yield the existing chunks in order: the data passed to `append`, and the bytes. Must be read to the end.
-
-        Bytes after the last valid chunk are cut off.
-        """
-        if self._journal is None:
-            return
-        lines = os.pread(self._journal, os.fstat(self._journal).st_size, 0).splitlines(keepends=True)
-        if lines and lines[0] != self._header:
-            logging.getLogger(__name__).warning(
-                "%s belongs to a conversion of other images or with other options; starting from scratch", self.path
-            )
-            lines = []
-        whole = len(self._header)
-        for line in lines[1:]:
-            record = _record(line)
-            block = None if record is None else self._chunk(record)
-            if record is None or block is None:
-                break
-            whole += len(line)
-            self.size += len(block)
-            yield record["of"], block
-        if not lines:
-            os.ftruncate(self._journal, 0)
-            write_at(self._journal, self._header, 0)
-        os.ftruncate(self._journal, whole)
-        self._journal_size = whole
-        os.ftruncate(self.descriptor, BLOCK_OFFSET + self.size)
-        write_at(self.descriptor, bytes(BLOCK_OFFSET), 0)  # an interrupted `finish` may have written there
-
-    def append(self, block: memoryview, of: dict[str, Any]) -> None:
-        """Append a chunk.
-
-        Args:
-            of: JSON-compatible data that `kept` yields with the chunk.
-
-        Raises:
-            OSError: the chunk cannot be written.
-        """
-        write_at(self.descriptor, block, BLOCK_OFFSET + self.size)
-        if self._journal is not None:  # after the bytes, so that each line describes existing bytes
-            line = _line({"bytes": len(block), "crc32": zlib.crc32(block), "of": of})
-            write_at(self._journal, line, self._journal_size)
-            self._journal_size += len(line)
-        self.size += len(block)
-
-    def read(self, start: int, count: int) -> np.ndarray:
-        """Return bytes of the block, (count,) uint8, or fewer at the file's end.
-
-        Raises:
-            OSError: the bytes cannot be read.
-        """
-        block = np.empty(count, np.uint8)
-        return block[: read_at(self.descriptor, block.data, BLOCK_OFFSET + start)]
-
-    def publish(self) -> None:
-        """Rename the finished file, which must be on the disk, to its final name."""
-        publish(self.path, self._target)
-        self.close()
-        if self.keeps:
-            self._journal_path.unlink(missing_ok=True)
-
-    def discard(self) -> None:
-        """Delete the unfinished file and its journal. No effect after `publish`."""
-        if self.descriptor < 0:
-            return
-        self.path.unlink(missing_ok=True)
-        if self.keeps:
-            self._journal_path.unlink(missing_ok=True)
-        self.close()
-
-    def close(self) -> None:
-        """Close the files without deleting them."""
-        for descriptor in (self.descriptor, -1 if self._journal is None else self._journal):
-            if descriptor >= 0:
-                os.close(descriptor)
-        self.descriptor, self._journal = -1, None
-
-    def _lock(self) -> None:
-        try:
-            fcntl.flock(self.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno == errno.EWOULDBLOCK:
-                raise DataError(f"Another process is writing {self.path}; wait for it, or give another output name.") from error
-            # Without locks in the file system, the user must not run two conversions to one name.
-
-    def _opened(self, path: Path) -> int:
-        """Open or create a file of the conversion, and return its descriptor."""
-        try:
-            return open_own(path, os.O_RDWR | os.O_CREAT)
-        except OSError as error:
-            if os.path.lexists(path):
-                raise self._foreign(path, f"({error.strerror})") from error
-            raise
-
-    def _foreign(self, path: Path, why: str = "without the journal of a conversion") -> DataError:
-        return DataError(
-            f"{path} already exists {why}, so another program may have written it; move it away, or give another output name."
-        )
-
-    def _chunk(self, record: dict[str, Any]) -> np.ndarray | None:
-        """Return the bytes of the next chunk; None if they do not match their checksum."""
-        with contextlib.suppress(OSError):
-            block = self.read(self.size, record["bytes"])
-            if len(block) == record["bytes"] and zlib.crc32(block.data) == record["crc32"]:
-                return block
-        return None
-
-
-def _line(content: dict[str, Any]) -> bytes:
-    """Return a line of the journal, which begins with its own checksum."""
-    text = json.dumps(content, separators=(",", ":")).encode()
-    return b"%08x %s\n" % (zlib.crc32(text), text)
-
-
-def _record(line: bytes) -> dict[str, Any] | None:
-    """Return the content of a journal line; None if the line is incomplete or damaged."""
-    if not line.endswith(b"\n") or line[:9] != b"%08x " % zlib.crc32(line[9:-1]):
-        return None
-    record: dict[str, Any] = json.loads(line[9:])
-    return record
-
-
+# Offset of the block in the file; HDF5's first structures fit before it.
+_BLOCK_OFFSET = 4096
 #: from this version of its format on, HDF5 stores checksums of its own structures
 _LIBVER = ("v110", "v110")
 _PAGE_BYTES = 4096
+_JOURNAL_VERSION = 2
 
 
-class DataFileWriter:
+class ImageFileWriter:
     """Writer of a data file in chunks. The file appears, complete and on the disk, when the `with` block ends without an error.
 
     Use as a context manager. After an error no file is left. An interruption (KeyboardInterrupt, a kill) leaves an unfinished
@@ -228,13 +62,14 @@ class DataFileWriter:
         count: maximum number of samples.
         shape: (H, W, C) of every image.
         fit: method by which pictures are resized to the shape ("crop", "squash"), stored in the file.
-        source: identifier of the inputs and settings of the conversion; None: an interrupted conversion leaves no file.
         value_range: (low, high) of the values of more than 8 bits that became 0 and 255, stored in the file; None: those of their
             type.
+        keeps_files: whether the file stores picture files instead of pixels.
+        max_pixels: maximum number of pixels of a picture, stored for the readers of picture files; None: the decoder's own limit.
+        source: identifier of the inputs and settings of the conversion.
 
     Attributes:
-        done: number of items of the source that are written or skipped.
-        skipped: names of skipped items.
+        skipped: names of the source's items that are left out.
     """
 
     def __init__(
@@ -244,77 +79,147 @@ class DataFileWriter:
         shape: tuple[int, int, int],
         class_names: Sequence[str],
         fit: str | None = None,
-        source: str | None = None,
         value_range: ValueRange | None = None,
+        keeps_files: bool = False,
+        max_pixels: int | None = None,
+        source: str | None = None,
     ) -> None:
-        self._value_range = value_range
-        self._path, self._count, self.shape = Path(path), count, shape
-        self._names, self._fit = [str(name) for name in class_names], fit
-        _check(self._path, count, shape, self._names)
-        self.done = 0
+        self._path, self._count, self._shape = Path(path), count, shape
+        self._names = [str(name) for name in class_names]
+        self._fit, self._value_range, self._keeps_files, self._max_pixels = fit, value_range, keeps_files, max_pixels
+        self._source = source
+        check_names(self._path, self._names)
         self.skipped: list[str] = []
-        self._labels: list[np.ndarray] = []
+        self._labels: list[int] = []
         self._sums: list[int] = []
+        self._pixel_sums: list[int] = []
+        self._sizes: list[int] = []  # of picture files
+        self._size = 0
         self._histogram = np.zeros((shape[2], 256), np.int64)
         self._digest = hashlib.sha256()
-        with self._system_errors():
-            if self._path.is_dir():
-                raise DataError(f"{self._path} is a directory; give the path of a file, such as {self._path / 'train.h5'}.")
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = UnfinishedFile(self._path, source)
-            for record, block in self._file.kept():
-                self._account(record, block)
-        if self.done:
-            logging.getLogger(__name__).info("continuing %s after the first %d of %d images", self._file.path, self.done, count)
+        self._open_files, self._file = ExitStack(), -1
+        self._journal, self._journal_size = -1, 0
 
     def __enter__(self) -> Self:
+        with self._system_errors():
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            if self._source is None:
+                partial = self._open_files.enter_context(replacing(self._path))
+                self._file = self._open_files.enter_context(open(partial, "r+b", buffering=0)).fileno()
+            else:
+                self._file, self._journal = self._open_files.enter_context(_resumable(self._path))
+                self._resume(_line({"journal": _JOURNAL_VERSION, "source": self._source}))
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        try:
-            if kind is None:
-                with self._system_errors():
-                    self._finish()
-            elif self._file.keeps and not issubclass(kind, Exception):
-                self._file.close()
-        finally:
-            self._file.discard()
+        if kind is not None:
+            self._open_files.__exit__(kind, error, trace)
+            return
+        with self._system_errors(), self._open_files:
+            self._finish()
 
-    def _check_images(self, images: np.ndarray) -> None:
-        if images.shape[1:] != self.shape or images.dtype != np.uint8:
+    @property
+    def done(self) -> int:
+        """Number of items of the source that are written or left out."""
+        return len(self._sums) + len(self.skipped)
+
+    def append(self, images: np.ndarray, labels: np.ndarray, contents: Sequence[bytes] = (), skipped: Sequence[str] = ()) -> None:
+        """Append images (n, H, W, C) uint8 with labels (n,).
+
+        Args:
+            contents: picture files that decode to the images, if the file stores picture files.
+            skipped: names of the source's items between these images that are left out.
+
+        Raises:
+            DataError: the images have another shape, a label is outside 0 .. classes - 1, or the disk is full.
+        """
+        if images.shape[1:] != self._shape or images.dtype != np.uint8:
             raise DataError(
-                f"{self._path} must hold uint8 images of shape {self.shape}, not {images.dtype} of {images.shape[1:]}."
+                f"{self._path} must hold uint8 images of shape {self._shape}, not {images.dtype} of {images.shape[1:]}."
             )
-
-    def _add(self, block: memoryview, labels: np.ndarray, skipped: Sequence[str], **more: Any) -> None:
-        """Append the stored bytes of samples."""
+        assert len(labels) == len(images), "one label per image"
         assert len(self._sums) + len(labels) <= self._count, "more samples than announced"
         check_labels(self._path, labels, len(self._names), first=len(self._sums))
-        record = {"labels": labels.tolist(), "skipped": list(skipped), **more}
+        images = np.ascontiguousarray(images)
+        record = {"labels": labels.tolist(), "skipped": list(skipped), "histogram": _histogram(images).tolist()}
+        pixel_sums = [sum_of(image) for image in images]
+        if self._keeps_files:
+            assert len(contents) == len(images), "one file per image"
+            block = memoryview(b"".join(contents))
+            record |= {"sums": list(map(zlib.crc32, contents)), "sizes": list(map(len, contents)), "pixel_sums": pixel_sums}
+        else:
+            block = images.reshape(-1).data
+            record |= {"sums": pixel_sums, "sizes": [], "pixel_sums": []}
         with self._system_errors():
-            self._file.append(block, record)
-        self._account(record, np.frombuffer(block, np.uint8))
+            write_at(self._file, block, _BLOCK_OFFSET + self._size)
+            if self._source is not None:  # after the bytes, so that each line describes existing bytes
+                line = _line({"bytes": len(block), "crc32": zlib.crc32(block), **record})
+                write_at(self._journal, line, self._journal_size)
+                self._journal_size += len(line)
+        self._account(record, block)
 
-    def _account(self, record: dict[str, Any], block: np.ndarray) -> None:
+    def _account(self, record: dict[str, Any], block: memoryview) -> None:
         """Add a chunk that is already in the file to the totals."""
-        self._labels.append(np.array(record["labels"], np.int64))
-        self.done += len(record["labels"]) + len(record["skipped"])
         self.skipped += record["skipped"]
-        self._digest.update(block.data)
+        self._labels += record["labels"]
+        self._sums += record["sums"]
+        self._pixel_sums += record["pixel_sums"]
+        self._sizes += record["sizes"]
+        self._size += len(block)
+        self._histogram += np.array(record["histogram"], np.int64)
+        self._digest.update(block)
+
+    def _resume(self, header: bytes) -> None:
+        """Account for the valid chunks of an interrupted conversion, and cut off the bytes after them."""
+        lines = os.pread(self._journal, os.fstat(self._journal).st_size, 0).splitlines(keepends=True)
+        log = logging.getLogger(__name__)
+        if lines and lines[0] != header:
+            log.warning(
+                "%s%s belongs to a conversion of other images or with other options; starting from scratch", self._path, PARTIAL
+            )
+            lines = []
+        self._journal_size = len(header)
+        for line in lines[1:]:
+            record = _record(line)
+            if record is None:
+                break
+            block = memoryview(bytearray(record["bytes"]))
+            with suppress(OSError):
+                read_at(self._file, block, _BLOCK_OFFSET + self._size)
+            if zlib.crc32(block) != record["crc32"]:
+                break
+            self._journal_size += len(line)
+            self._account(record, block)
+        os.ftruncate(self._journal, self._journal_size)
+        write_at(self._journal, header, 0)
+        os.ftruncate(self._file, _BLOCK_OFFSET + self._size)
+        write_at(self._file, bytes(_BLOCK_OFFSET), 0)  # an interrupted `_finish` may have written there
+        if self.done:
+            log.info("continuing %s%s after the first %d of %d images", self._path, PARTIAL, self.done, self._count)
 
     def _system_errors(self) -> AbstractContextManager[None]:
         return system_errors_as(f"The data file {self._path} cannot be written")
 
     def _finish(self) -> None:
-        if not self._sums:
-            raise DataError(f"{self._path} would hold no images; a data file needs at least one.")
-        with StoreFile(os.dup(self._file.descriptor)) as stored:
+        if not self._sums or min(self._shape) < 1:
+            raise DataError(
+                f"{self._path} would hold {len(self._sums)} images of shape {self._shape}; all numbers must be at least 1."
+            )
+        with StoreFile(os.dup(self._file)) as stored:
             # Large objects start on a page, so the map has no more pages than the images.
             aligned = {"alignment_threshold": _PAGE_BYTES, "alignment_interval": _PAGE_BYTES}
             with h5py.File(stored, "w", libver=_LIBVER, **aligned) as file:
-                self._describe(file)
+                if self._keeps_files:
+                    block = self._block(file, "blob", (self._size,))
+                    block.attrs[FORM] = np.array(self._shape, "<i8")
+                    if self._max_pixels is not None:
+                        block.attrs[MAX_PIXELS] = self._max_pixels
+                    _put(file, "offsets", np.cumsum([0, *self._sizes]).astype("<i8"))
+                    _put(file, "pixel_sums", np.array(self._pixel_sums, "<u4"))
+                else:
+                    self._block(file, "images", (len(self._sums), *self._shape))
                 mean, std = _moments(self._histogram)
-                _put(file, "labels", np.concatenate(self._labels).astype("<i8"))
+                _put(file, "labels", np.array(self._labels, "<i8"))
                 _put(file, "mean", mean.astype("<f8"))
                 _put(file, "std", std.astype("<f8"))
                 _put(file, "sums", np.array(self._sums, "<u4"))
@@ -326,11 +231,6 @@ class DataFileWriter:
                 file.attrs["format"] = np.bytes_(FORMAT)
                 file.attrs["version"] = VERSION
             stored.finish()
-        self._file.publish()
-
-    def _describe(self, file: h5py.File) -> None:
-        """Create the dataset of the samples with its attributes."""
-        raise NotImplementedError
 
     def _block(self, file: h5py.File, name: str, shape: tuple[int, ...]) -> h5py.Dataset:
         """Return the dataset of the samples, whose bytes are already in the file."""
@@ -340,10 +240,12 @@ class DataFileWriter:
         created.set_obj_track_times(False)
         space = h5py.h5s.create_simple(shape)
         dataset = h5py.Dataset(h5py.h5d.create(file.id, name.encode(), h5py.h5t.STD_U8LE, space, created))
-        if dataset.id.get_offset() != BLOCK_OFFSET:
-            assert self._file.size < _PAGE_BYTES, "large objects begin on the first page after the structures"
-            dataset[...] = self._file.read(0, self._file.size).reshape(shape)
-            os.ftruncate(self._file.descriptor, 0)
+        if dataset.id.get_offset() != _BLOCK_OFFSET:
+            values = np.empty(shape, np.uint8)
+            assert values.nbytes < _PAGE_BYTES, "large objects begin on the first page after the structures"
+            read_at(self._file, values.reshape(-1).data, _BLOCK_OFFSET)
+            dataset[...] = values
+            os.ftruncate(self._file, 0)
         dataset.attrs["sha256"] = np.bytes_(self._digest.hexdigest())
         if self._fit is not None:
             dataset.attrs[FIT] = np.bytes_(self._fit)
@@ -352,72 +254,67 @@ class DataFileWriter:
         return dataset
 
 
-class ImageFileWriter(DataFileWriter):
-    """Writer of a data file of pixels; see `DataFileWriter`."""
+@contextmanager
+def _resumable(path: Path) -> Iterator[tuple[int, int]]:
+    """Yield the open file `path`.partial and its journal, which stay after an interruption, and publish the file after the block.
 
-    def append(self, images: np.ndarray, labels: np.ndarray, skipped: Sequence[str] = ()) -> None:
-        """Append images (n, H, W, C) uint8 with labels (n,).
+    One process at a time. After an error no file is left.
 
-        Args:
-            skipped: names of pictures of the source that are left out at this place.
-
-        Raises:
-            DataError: the images have another shape, a label is outside 0 .. classes - 1, or the disk is full.
-        """
-        self._check_images(images)
-        assert len(labels) == len(images), "one label per image"
-        self._add(np.ascontiguousarray(images).reshape(-1).data, labels, skipped)
-
-    def _account(self, record: dict[str, Any], block: np.ndarray) -> None:
-        super()._account(record, block)
-        images = block.reshape(-1, *self.shape)
-        self._sums += [sum_of(image) for image in images]
-        self._histogram += histogram(images)
-
-    def _describe(self, file: h5py.File) -> None:
-        self._block(file, "images", (len(self._sums), *self.shape))
-
-
-class EncodedFileWriter(DataFileWriter):
-    """Writer of a data file of picture files; see `DataFileWriter`.
-
-    Args:
-        max_pixels: maximum number of pixels of a picture, stored for the readers of the file; None: the decoder's own limit.
+    Raises:
+        OSError: the files cannot be created or published.
+        DataError: another process is writing the same file, or a file of another program has the temporary name.
     """
 
-    def __init__(self, *arguments: Any, max_pixels: int | None = None, **options: Any) -> None:
-        self._max_pixels = max_pixels
-        self._sizes: list[int] = []
-        self._pixel_sums: list[int] = []
-        super().__init__(*arguments, **options)
+    def opened(name: Path) -> int:
+        try:
+            descriptor = open_own(name, os.O_RDWR | os.O_CREAT)
+        except OSError as error:
+            if os.path.lexists(name):
+                raise foreign(name, f"({error.strerror})") from error
+            raise
+        files.callback(os.close, descriptor)
+        return descriptor
 
-    def append(self, contents: Sequence[bytes], images: np.ndarray, labels: np.ndarray, skipped: Sequence[str] = ()) -> None:
-        """Append picture files, with the images that they decode to; see `ImageFileWriter.append`."""
-        self._check_images(images)
-        assert len(labels) == len(images) == len(contents), "one label and one file per image"
-        images = np.ascontiguousarray(images)
-        more = {
-            "sizes": [len(content) for content in contents],
-            "pixel_sums": [sum_of(image) for image in images],
-            "histogram": histogram(images).tolist(),
-        }
-        self._add(memoryview(b"".join(contents)), labels, skipped, **more)
+    def foreign(name: Path, why: str) -> DataError:
+        return DataError(
+            f"{name} already exists {why}, so another program may have written it; move it away, or give another output name."
+        )
 
-    def _account(self, record: dict[str, Any], block: np.ndarray) -> None:
-        super()._account(record, block)
-        ends = np.cumsum([0, *record["sizes"]])
-        self._sums += [sum_of(block[start:stop]) for start, stop in itertools.pairwise(ends)]
-        self._sizes += record["sizes"]
-        self._pixel_sums += record["pixel_sums"]
-        self._histogram += np.array(record["histogram"], np.int64)
+    target = target_of(path)
+    partial, journal = (target.with_name(target.name + PARTIAL + suffix) for suffix in ("", ".journal"))
+    with ExitStack() as files:
+        block = opened(partial)
+        try:
+            fcntl.flock(block, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno == errno.EWOULDBLOCK:
+                raise DataError(f"Another process is writing {partial}; wait for it, or give another output name.") from error
+            # Without locks in the file system, the user must not run two conversions to one name.
+        if os.fstat(block).st_size and not journal.is_file():
+            raise foreign(partial, "without the journal of a conversion")  # such as a download of the same name
+        lines = opened(journal)
+        try:
+            yield block, lines
+            publish(partial, target)
+        except Exception:
+            partial.unlink(missing_ok=True)
+            journal.unlink(missing_ok=True)
+            raise
+        journal.unlink(missing_ok=True)
 
-    def _describe(self, file: h5py.File) -> None:
-        block = self._block(file, "blob", (self._file.size,))
-        block.attrs[FORM] = np.array(self.shape, "<i8")
-        if self._max_pixels is not None:
-            block.attrs[MAX_PIXELS] = self._max_pixels
-        _put(file, "offsets", np.cumsum([0, *self._sizes]).astype("<i8"))
-        _put(file, "pixel_sums", np.array(self._pixel_sums, "<u4"))
+
+def _line(content: dict[str, Any]) -> bytes:
+    """Return a line of the journal, which begins with its own checksum."""
+    text = json.dumps(content, separators=(",", ":")).encode()
+    return b"%08x %s\n" % (zlib.crc32(text), text)
+
+
+def _record(line: bytes) -> dict[str, Any] | None:
+    """Return the content of a line of the journal; None if the line is incomplete or damaged."""
+    if not line.endswith(b"\n") or line[:9] != b"%08x " % zlib.crc32(line[9:-1]):
+        return None
+    record: dict[str, Any] = json.loads(line[9:])
+    return record
 
 
 def write_data_file(
@@ -430,25 +327,15 @@ def write_data_file(
     value_range: ValueRange | None = None,
 ) -> None:
     """Write (images, labels) chunks as one data file; see `ImageFileWriter`."""
-    with ImageFileWriter(path, count, shape, class_names, fit, value_range=value_range) as writer:
+    with ImageFileWriter(path, count, shape, class_names, fit, value_range) as writer:
         for images, labels in chunks:
             writer.append(images, labels)
 
 
-def histogram(images: np.ndarray) -> np.ndarray:
+def _histogram(images: np.ndarray) -> np.ndarray:
     """Return the number of pixels with each value, by channel, of images (n, H, W, C) uint8: (C, 256) int64."""
     channels = range(images.shape[3])
     return np.stack([np.bincount(images[..., channel].reshape(-1), minlength=256) for channel in channels]).astype(np.int64)
-
-
-def _check(path: Path, count: int, shape: tuple[int, int, int], names: Sequence[str]) -> None:
-    if count < 1:
-        raise DataError(f"{path} would hold no images; a data file needs at least one.")
-    if min(shape) < 1:
-        raise DataError(f"{path} would hold images of shape {shape}; height, width and channels are at least 1.")
-    if not names:
-        raise DataError(f"{path} would define no classes; give at least one class name.")
-    check_names(path, names)
 
 
 def _put(file: h5py.File, name: str, values: np.ndarray) -> None:

@@ -20,6 +20,7 @@ from hpctrain.data import decoding
 from hpctrain.data import fetch as fetching
 from hpctrain.data.image_file import ImageFile
 from hpctrain.data.writer import write_data_file
+from tests.support.data_files import stored
 from tests.support.runs import write_pictures
 
 
@@ -100,7 +101,7 @@ def test_kept_picture_files_are_the_images_that_pixels_would_be(tmp_path, fit, c
     assert (files.mean.tobytes(), files.std.tobytes()) == (pixels.mean.tobytes(), pixels.std.tobytes())
     assert (files.class_names, files.labels.tolist()) == (pixels.class_names, pixels.labels.tolist())
     sources = sorted((tmp_path / "tree").rglob("*.*"))
-    assert [files.pixels.stored(number) for number in range(len(files))] == [path.read_bytes() for path in sources]
+    assert [stored(files, number) for number in range(len(files))] == [path.read_bytes() for path in sources]
     assert f"stored   as picture files, {size_text(files.stored_bytes)}" in run("info", tmp_path / "files.h5")
     run("check", tmp_path / "files.h5")
 
@@ -109,7 +110,7 @@ def test_kept_picture_files_of_an_npz(tmp_path, inputs):
     (path,), _ = inputs["npz"]
     run("convert", "npz", path, tmp_path / "files.h5", "--keep-jpeg")
     file = ImageFile.open(tmp_path / "files.h5")
-    assert file.pixels.stored(0) == (tmp_path / "tree" / "ant" / "a.png").read_bytes()
+    assert stored(file, 0) == (tmp_path / "tree" / "ant" / "a.png").read_bytes()
     assert (file.shape, file.fit) == ((4, 4, 3), None)
     assert not file.pixels[:].any()
 
@@ -219,13 +220,6 @@ def test_every_converter_says_what_it_made(tmp_path, inputs, command):
     assert said["left_out"] == []
     text = run("convert", command, *before, out, *after, "--overwrite")
     assert text.startswith(f"{out}: {len(file)} image{'' if len(file) == 1 else 's'} of {len(counts)} class")
-
-
-def test_what_a_limit_leaves_out_is_said(tmp_path, inputs):
-    blob = np.fromfile(tmp_path / "tree" / "ant" / "a.png", np.uint8)
-    np.savez(tmp_path / "b.npz", blob=np.tile(blob, 3), offsets=blob.size * np.arange(4), labels=np.array([0, 1, 0]))
-    said = run("convert", "npz", tmp_path / "b.npz", tmp_path / "out.h5", "--limit", 1)
-    assert said.splitlines()[1:] == ["classes without an image: 1 (1)", "left out, beyond --limit: 2 (image 1, image 2)"]
 
 
 @pytest.mark.parametrize("keep", [(), ("--keep-jpeg",)])

@@ -40,7 +40,7 @@ def make_encoded(tmp_path):
         for name, keep in (("encoded.h5", True), ("pixels.h5", False)):
             form = PictureForm(shape[:2], "crop", shape[2], keep)
             pictures = [form.picture(content, int(label)) for content, label in zip(sources, labels, strict=True)]
-            with form.writer(tmp_path / name, count, shape, names, "made up") as writer:
+            with form.writer(tmp_path / name, count, shape, names) as writer:
                 pack(writer, pictures, lambda count: None)
             files.append(ImageFile.open(tmp_path / name))
         return files[0], files[1]

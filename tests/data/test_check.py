@@ -111,7 +111,7 @@ def test_picture_files_of_one_image_are_duplicates(tmp_path, make_encoded):
     contents = picture_contents(4)
     contents[3] = contents[0] + b"after"  # other bytes, the same pixels
     form = PictureForm((7, 9), "crop", 3, True)
-    with form.writer(tmp_path / "a.h5", 4, (7, 9, 3), ["a", "b"], "x") as writer:
+    with form.writer(tmp_path / "a.h5", 4, (7, 9, 3), ["a", "b"]) as writer:
         pack(writer, [form.picture(content, number % 2) for number, content in enumerate(contents)], lambda count: None)
     assert kinds(check_file(tmp_path / "a.h5", threads=2)) == {("duplicate across classes", False): (0, 3)}
 

@@ -112,7 +112,7 @@ def test_the_name_is_given_after_the_bytes_are_on_disk(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "replace", lambda old, new: (events.append("rename"), replace_file(old, new)))
     write_data_file(tmp_path / "a.h5", 2, (7, 9, 3), ["x"], [(random_images(2), np.zeros(2, np.int64))])
     assert len(events) == 3
-    assert events[0].endswith(".tmp")
+    assert events[0].endswith(".partial")
     assert events[1:] == ["rename", str(tmp_path)]
 
 
@@ -126,8 +126,8 @@ def test_a_replaced_file_does_not_change_an_open_one(make_file):
 @pytest.mark.parametrize(
     ("count", "shape", "names", "message"),
     [
-        (0, (7, 9, 3), ["x"], "no image"),
-        (3, (7, 9, 3), ["x"], "no image"),
+        (0, (7, 9, 3), ["x"], "hold 0 images"),
+        (3, (7, 9, 3), ["x"], "hold 0 images"),
         (3, (0, 9, 3), ["x"], "at least 1"),
         (3, (7, 9, 3), [], "no class"),
     ],
@@ -312,7 +312,7 @@ def test_a_full_disk_is_one_sentence_and_leaves_nothing(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("place", "message"),
     [
-        (".", "is a directory; give the path of a file"),
+        (".", "cannot be written: Is a directory"),
         ("file/a.h5", "cannot be written: (Not a directory|File exists)"),
         ("x" * 300, "cannot be written: File name too long"),
     ],

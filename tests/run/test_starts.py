@@ -341,7 +341,7 @@ def formats(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         Image.fromarray(image[..., 0]).save(stream, "PNG")
         contents.append(stream.getvalue())
     pictures = [form.picture(content, number % 3) for number, content in enumerate(contents)]
-    with form.writer(inputs / "pictures.h5", COUNT, SHAPE, NAMES, "made up") as writer:
+    with form.writer(inputs / "pictures.h5", COUNT, SHAPE, NAMES) as writer:
         pack(writer, pictures, lambda count: None)
     return {path.stem: path for path in inputs.iterdir()}
 

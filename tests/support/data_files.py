@@ -12,10 +12,18 @@ import pytest
 from hpctrain.comm.shared_memory import SharedMemory
 from hpctrain.data.cache import ReadCounts, SampleCache, bytes_for, held_in
 from hpctrain.data.image_file import ImageArray, ImageFile
-from hpctrain.data.readers import ReadImages
+from hpctrain.data.readers import BlockReader, ReadImages
 
 #: by kind, the numbers of a character device; None: a pipe
 NODES = {"null": (1, 3), "zero": (1, 5), "full": (1, 7), "pipe": None}
+
+
+def stored(file: ImageFile, sample: int) -> bytes:
+    """Return the stored bytes of a sample."""
+    assert isinstance(file.pixels, BlockReader)
+    extents, number = file.pixels.extents, np.array([sample])
+    begin = extents.first + int(extents.starts(number)[0])
+    return file.path.read_bytes()[begin : begin + int(extents.sizes(number)[0])]
 
 
 def make_node(path: Path, kind: str) -> Path:

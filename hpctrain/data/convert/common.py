@@ -6,8 +6,6 @@ decoded pictures into a data file in chunks.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 import os
 from collections import Counter, deque
@@ -22,12 +20,11 @@ import numpy as np
 from hpctrain.core.errors import DataError
 from hpctrain.core.files import read_bytes
 from hpctrain.core.text import counted, escaped
-from hpctrain.data import decoding
 from hpctrain.data.decoding import Fit, decode, deep_maximum, read_picture
 from hpctrain.data.files import require_file, system_errors_as
 from hpctrain.data.image_file import ImageFile, normal_name
 from hpctrain.data.readers import ValueRange
-from hpctrain.data.writer import DataFileWriter, EncodedFileWriter, ImageFileWriter
+from hpctrain.data.writer import ImageFileWriter
 from hpctrain.launch.control_groups import available_bytes, whole_quota
 
 Item = TypeVar("Item")
@@ -258,25 +255,12 @@ class PictureForm:
         return DecodedPicture(pixels, label, content if self.keep_files else b"")
 
     def writer(
-        self, out: Path, count: int, shape: tuple[int, int, int], class_names: Sequence[str], source: str
-    ) -> ImageFileWriter | EncodedFileWriter:
-        """Return a writer for `count` pictures in this form, with shape (H, W, C); see `DataFileWriter`."""
+        self, out: Path, count: int, shape: tuple[int, int, int], class_names: Sequence[str], source: str | None = None
+    ) -> ImageFileWriter:
+        """Return a writer for `count` pictures in this form, with shape (H, W, C); see `ImageFileWriter`."""
         fit = None if self.size is None else self.fit
-        if self.keep_files:
-            how = fit, source, self.value_range
-            return EncodedFileWriter(out, count, shape, class_names, *how, max_pixels=self.max_pixels)
-        return ImageFileWriter(out, count, shape, class_names, fit, source, self.value_range)
-
-    def source(self, items: object, class_names: Sequence[str], skips: bool = False) -> str:
-        """Return an identifier of the inputs and settings of a conversion.
-
-        Args:
-            items: JSON-compatible identification of the pictures.
-            skips: whether undecodable pictures are left out.
-        """
-        form = self.size, self.fit, self.channels, self.keep_files, self.max_pixels, self.value_range
-        how = [*form, skips, list(class_names), decoding.versions()]
-        return hashlib.sha256(json.dumps([how, items]).encode(errors="surrogateescape")).hexdigest()
+        how = fit, self.value_range, self.keep_files, self.max_pixels
+        return ImageFileWriter(out, count, shape, class_names, *how, source)
 
 
 #: numbers of bits of sensors whose values are often stored in 16 bits
@@ -324,45 +308,31 @@ class DecodedPicture:
     content: bytes = b""
 
 
-def pack(
-    writer: ImageFileWriter | EncodedFileWriter, pictures: Iterable[DecodedPicture | str], advance: Advance, *, skip: bool = False
-) -> list[str]:
-    """Append pictures to a data file, and return the names of undecodable ones, which `pictures` yields as strings.
+def pack(writer: ImageFileWriter, pictures: Iterable[DecodedPicture | str], advance: Advance, *, skip: bool = False) -> list[str]:
+    """Append pictures to a data file, and return the names of all undecodable ones, which `pictures` yields as strings.
 
     Unless `skip` is set, nothing is appended after the first undecodable picture. The remaining pictures are still read, so that
     the error can name all undecodable ones.
     """
-    unreadable: list[str] = []
+    unreadable = list(writer.skipped)
     gathered: list[DecodedPicture] = []
-    skipped: list[str] = []
 
     def flush() -> None:
-        if skip or not unreadable:
-            _append(writer, gathered, skipped)
-        advance(len(gathered) + len(skipped))
+        if gathered and (skip or not unreadable):
+            images, labels = np.stack([picture.pixels for picture in gathered]), np.array([picture.label for picture in gathered])
+            contents = [picture.content for picture in gathered]
+            writer.append(images, labels, contents, unreadable[len(writer.skipped) :])
+        advance(len(gathered))
         gathered.clear()
-        skipped.clear()
 
     for picture in pictures:
         if isinstance(picture, str):
             unreadable.append(picture)
-            skipped.append(picture)
-        else:
-            gathered.append(picture)
-        full = bool(gathered) and len(gathered) * (gathered[0].pixels.nbytes + len(gathered[-1].content)) >= _CHUNK_BYTES
-        if full or len(gathered) + len(skipped) >= _CHUNK_ITEMS:
+            advance(1)
+            continue
+        gathered.append(picture)
+        full = len(gathered) * (gathered[0].pixels.nbytes + len(gathered[-1].content)) >= _CHUNK_BYTES
+        if full or len(gathered) >= _CHUNK_ITEMS:
             flush()
     flush()
     return unreadable
-
-
-def _append(writer: DataFileWriter, pictures: Sequence[DecodedPicture], skipped: Sequence[str]) -> None:
-    if not pictures and not skipped:
-        return
-    labels = np.array([picture.label for picture in pictures], np.int64)
-    pixels = [picture.pixels for picture in pictures]
-    images = np.stack(pixels) if pixels else np.empty((0, *writer.shape), np.uint8)
-    if isinstance(writer, EncodedFileWriter):
-        writer.append([picture.content for picture in pictures], images, labels, skipped=skipped)
-    elif isinstance(writer, ImageFileWriter):
-        writer.append(images, labels, skipped=skipped)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import logging
 import os
 from collections import Counter, defaultdict, deque
@@ -15,8 +16,11 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from hpctrain.core.errors import DataError
 from hpctrain.core.text import escaped
+from hpctrain.data import decoding
 from hpctrain.data.convert.common import (
     Advance,
     DecodedPicture,
@@ -31,7 +35,7 @@ from hpctrain.data.convert.common import (
 )
 from hpctrain.data.decoding import FOREIGN_SUFFIXES, SUFFIXES, Fit
 from hpctrain.data.files import require_directory, require_new
-from hpctrain.data.image_file import normal_name
+from hpctrain.data.image_file import digest_of, normal_name
 from hpctrain.data.readers import ValueRange
 
 _SPLITS = frozenset({"train", "training", "val", "valid", "validation", "dev", "eval", "test", "testing"})
@@ -51,19 +55,30 @@ _log = logging.getLogger(__name__)
 _Identity = tuple[int, int]  # device and inode
 
 
+@dataclass(frozen=True, slots=True)
+class PackedPicture:
+    """Picture file in an array: its name for messages, and its bytes (n,) uint8."""
+
+    name: str
+    content: np.ndarray
+
+    def __str__(self) -> str:
+        return self.name
+
+
 @dataclass(frozen=True)
 class Tree:
-    """Classes and picture files of a directory.
+    """Classes and picture files of a source of images.
 
     Attributes:
         class_names: names of the labels.
-        files: (file, label), sorted by class and path.
-        named: whether the user has named the classes, which may then be empty.
+        files: (file, label), sorted by class and path if the source is a directory.
+        named: whether classes may be empty, because the user has named them.
         left_out: all other entries.
     """
 
     class_names: tuple[str, ...]
-    files: tuple[tuple[Path, int], ...]
+    files: tuple[tuple[Path | PackedPicture, int], ...]
     named: bool = False
     left_out: tuple[LeftOut, ...] = ()
 
@@ -149,7 +164,7 @@ def convert(
     tree: Tree,
     out: Path,
     *,
-    size: tuple[int, int],
+    size: tuple[int, int] | None,
     fit: Fit = "crop",
     channels: int = 3,
     keep_files: bool = False,
@@ -161,11 +176,12 @@ def convert(
     overwrite: bool = False,
     advance: Advance = no_progress,
 ) -> list[str]:
-    """Write the tree as one data file with images of `size` (H, W), and return the files that were skipped.
+    """Write the tree as one data file, and return the files that were skipped.
 
     Continues an interrupted conversion of the same files.
 
     Args:
+        size: (H, W) to which images are resized; None: all must have the size of the first.
         fit, channels, keep_files, max_pixels, value_range: see `PictureForm`.
         measures: whether `value_range` is measured if it is None; see `common.measured_range`.
 
@@ -176,23 +192,31 @@ def convert(
     require_new(out, overwrite)
     threads = default_threads() if threads is None else threads
     if value_range is None and measures:
-        value_range = measured_range(lambda item: item[0], tree.files, threads, max_pixels)
+        value_range = measured_range(lambda item: _source(item[0]), tree.files, threads, max_pixels)
     form = PictureForm(size, fit, channels, keep_files, max_pixels, value_range)
+    shape = None if size is None else (*size, channels)
 
-    def one(item: tuple[Path, int]) -> DecodedPicture | str:
-        path, label = item
+    def one(item: tuple[Path | PackedPicture, int]) -> DecodedPicture | str:
+        file, label = item
         try:
-            return form.picture(path, label)
+            picture = form.picture(_source(file), label)
+            if shape not in (None, picture.pixels.shape):
+                raise DataError(f"It is {picture.pixels.shape}, the first one {shape}; give --size to resize them all.")
+            return picture
         except DataError as error:
-            _log.warning("%s: %s", escaped(str(path)), error)
-            return str(path)
+            _log.warning("%s: %s", escaped(str(file)), error)
+            return str(file)
 
-    source = form.source([_item(*file) for file in tree.files], tree.class_names, skip_unreadable)
-    with form.writer(out, len(tree.files), (*size, channels), tree.class_names, source) as writer:
+    if shape is None:
+        first = one(tree.files[0])
+        if isinstance(first, str):
+            raise DataError(f"{first} cannot be decoded, so the size of the images is unknown; give --size, or remove it.")
+        height, width, _ = first.pixels.shape
+        shape = height, width, channels
+    source = _identifier(tree, form, skip_unreadable)
+    with form.writer(out, len(tree.files), shape, tree.class_names, source) as writer:
         advance(writer.done)
-        results = in_order(one, tree.files[writer.done :], threads)
-        found = pack(writer, results, advance, skip=skip_unreadable)
-        unreadable = writer.skipped if skip_unreadable else found
+        unreadable = pack(writer, in_order(one, tree.files[writer.done :], threads), advance, skip=skip_unreadable)
         if len(unreadable) == len(tree.files):
             raise DataError(
                 f"None of {listed('image', unreadable)} can be decoded, so nothing was written; save them in another format."
@@ -204,6 +228,25 @@ def convert(
             )
         _require_all_classes(tree, unreadable)
     return unreadable
+
+
+def _source(file: Path | PackedPicture) -> Path | bytes:
+    return file if isinstance(file, Path) else file.content.tobytes()
+
+
+def _identifier(tree: Tree, form: PictureForm, skips: bool) -> str:
+    """Return a digest of the inputs and settings of a conversion."""
+    digest = hashlib.sha256(repr([form, skips, tree.class_names, decoding.versions()]).encode())
+    for file, label in tree.files:
+        version: object = None
+        if isinstance(file, PackedPicture):
+            version = digest_of(file.content)
+        else:
+            with contextlib.suppress(OSError):  # decoding reports the reason
+                status = file.stat()
+                version = status.st_size, status.st_mtime_ns
+        digest.update(repr([str(file), label, version]).encode())
+    return digest.hexdigest()
 
 
 def _require_all_classes(tree: Tree, unreadable: Sequence[str]) -> None:
@@ -224,15 +267,6 @@ def _require_all_classes(tree: Tree, unreadable: Sequence[str]) -> None:
 def left_out(tree: Tree, unreadable: Sequence[str]) -> tuple[LeftOut, ...]:
     """Return everything that a conversion left out of a tree, including pictures that it could not read or decode."""
     return (*tree.left_out, *([LeftOut(_UNDECODABLE, tuple(unreadable), unreadable=True)] if unreadable else []))
-
-
-def _item(path: Path, label: int) -> list[object]:
-    """Return facts that identify a version of a file."""
-    try:
-        status = path.stat()
-    except OSError:  # decoding reports the reason
-        return [str(path), label]
-    return [str(path), label, status.st_size, status.st_mtime_ns]
 
 
 class Search:

@@ -16,11 +16,12 @@ from PIL import Image
 
 from hpctrain.cli.data import data
 from hpctrain.core.errors import DataError
-from hpctrain.data import writer as unfinished
+from hpctrain.data import writer as writing
 from hpctrain.data.convert import common, folder
 from hpctrain.data.convert.common import ConvertedFile, DecodedPicture, LeftOut, PictureForm, pack
+from hpctrain.data.convert.folder import PackedPicture
 from hpctrain.data.image_file import ImageFile
-from hpctrain.data.writer import BLOCK_OFFSET, UnfinishedFile
+from tests.support.data_files import stored
 from tests.support.folder_trees import Folder
 from tests.support.sampling import amount
 from tests.support.users import as_nobody
@@ -334,29 +335,40 @@ def form(request):
     return PictureForm(SHAPE[:2], "crop", 3, request.param)
 
 
-def write(form, path, given, skip=False, source="x"):
+def write(form, path, given, skip=False):
+    """Convert, or continue a conversion. Return the number of pictures that were done before, and the names of those left out."""
     counts = []
-    with form.writer(path, len(given), SHAPE, list("abc"), source) as writer:
+    with form.writer(path, len(given), SHAPE, list("abc"), "x") as writer:
         begin = writer.done
         found = pack(writer, given[begin:], counts.append, skip=skip)
-        skipped = writer.skipped
         if not skip and found:
             raise DataError("unreadable")
     assert sum(counts) == len(given) - begin
-    return begin, found, skipped
+    return begin, found
+
+
+def interrupt(form, path, given, source="x"):
+    """Interrupt a conversion of ten pictures after the given ones."""
+
+    def pictures():
+        yield from given
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), form.writer(path, 10, SHAPE, list("abc"), source) as writer:
+        pack(writer, pictures(), lambda count: None, skip=True)
 
 
 def contents(path):
     file = ImageFile.open(path)
-    return [file.pixels.stored(number) for number in range(len(file))], file.labels.tolist()
+    return [stored(file, number) for number in range(len(file))], file.labels.tolist()
 
 
 @pytest.mark.parametrize("chunk", [1, 100, 1 << 20])
 def test_everything_is_stored_in_order(form, tmp_path, monkeypatch, chunk):
     monkeypatch.setattr(common, "_CHUNK_BYTES", chunk)
     write(form, tmp_path / "a.h5", pictures())
-    stored, labels = contents(tmp_path / "a.h5")
-    assert stored == [picture.content if form.keep_files else picture.pixels.tobytes() for picture in pictures()]
+    blocks, labels = contents(tmp_path / "a.h5")
+    assert blocks == [picture.content if form.keep_files else picture.pixels.tobytes() for picture in pictures()]
     assert labels == [number % 3 for number in range(10)]
 
 
@@ -364,8 +376,8 @@ def test_everything_is_stored_in_order(form, tmp_path, monkeypatch, chunk):
 @pytest.mark.parametrize("items", [1, 4, 100])
 def test_pictures_that_cannot_be_decoded_are_left_out(form, tmp_path, monkeypatch, broken, items):
     monkeypatch.setattr(common, "_CHUNK_ITEMS", items)
-    _, found, skipped = write(form, tmp_path / "a.h5", pictures(broken=broken), skip=True)
-    assert found == skipped == [f"file {number}" for number in broken]
+    _, found = write(form, tmp_path / "a.h5", pictures(broken=broken), skip=True)
+    assert found == [f"file {number}" for number in broken]
     kept = [number for number in range(10) if number not in broken]
     assert contents(tmp_path / "a.h5")[1] == [number % 3 for number in kept]
     with pytest.raises(DataError, match="unreadable"):
@@ -378,134 +390,107 @@ def test_an_interrupted_one_goes_on_and_ends_in_the_same_bytes(form, tmp_path, m
     monkeypatch.setattr(common, "_CHUNK_ITEMS", 2)
     given = pictures(broken=(1, 6))
     write(form, tmp_path / "whole.h5", given, skip=True)
-
-    def interrupted():
-        yield from given[:at]
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt), form.writer(tmp_path / "a.h5", 10, SHAPE, list("abc"), "x") as writer:
-        pack(writer, interrupted(), lambda count: None, skip=True)
-    begin, _, skipped = write(form, tmp_path / "a.h5", given, skip=True)
-    assert begin == at // 2 * 2
-    assert skipped == ["file 1", "file 6"]
+    interrupt(form, tmp_path / "a.h5", given[:at])
+    begin, found = write(form, tmp_path / "a.h5", given, skip=True)
+    ends = [0, *(number + 1 for number in range(at) if number not in (1, 6))]
+    assert begin == ends[(len(ends) - 1) // 2 * 2]
+    assert found == ["file 1", "file 6"]
     assert (tmp_path / "a.h5").read_bytes() == (tmp_path / "whole.h5").read_bytes()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.h5", "whole.h5"]
 
 
-def test_sources_have_names_of_their_own():
-    forms = [
-        PictureForm((3, 4), "crop", 3),
-        PictureForm((4, 3), "crop", 3),
-        PictureForm(None, "crop", 3),
-        PictureForm((3, 4), "squash", 3),
-        PictureForm((3, 4), "crop", 1),
-    ]
-    forms += [PictureForm((3, 4), "crop", 3, True)]
-    names = {
-        form.source(items, classes, skips) for form in forms for items in ([1], [2]) for classes in ("a", "b") for skips in (0, 1)
-    }
-    assert len(names) == len(forms) * 8
-    assert forms[0].source(["é\udcff"], ["a"]) == forms[0].source(["é\udcff"], ["a"])
+@pytest.mark.parametrize("which", ["a.h5.partial", "a.h5.partial.journal"])
+def test_a_file_that_ends_anywhere_or_has_a_changed_byte_keeps_whole_chunks(form, tmp_path, monkeypatch, which):
+    """A conversion continues after a whole number of chunks, and ends in the bytes of an uninterrupted one."""
+    monkeypatch.setattr(common, "_CHUNK_ITEMS", 3)
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+    given, path = pictures(), tmp_path / "a.h5"
+    write(form, path, given)
+    whole = path.read_bytes()
+    path.unlink()
+    interrupt(form, path, given)
+    left = {entry.name: entry.read_bytes() for entry in tmp_path.iterdir()}
+    content, begins = left[which], set()
+    first, last = writing._BLOCK_OFFSET if which.endswith("partial") else 0, len(content) - 1
+    for place in [*range(first, last, max(7, (last - first) // 60)), last]:
+        for damaged in (content[:place], content[:place] + bytes([content[place] ^ 4]) + content[place + 1 :]):
+            for name, before in left.items():
+                (tmp_path / name).write_bytes(damaged if name == which else before)
+            begins.add(write(form, path, given)[0])
+            assert path.read_bytes() == whole
+            path.unlink()
+    assert begins == {0, 3, 6}
 
 
-CHUNKS = [(b"first chunk", {"n": 1}), (b"second" * 100, {"n": 2}), (b"x", {"n": 3, "skipped": ["é"]})]
+CHANGES = [
+    {},
+    {"size": (4, 3)},
+    {"size": None},
+    {"fit": "squash"},
+    {"channels": 1},
+    {"keep_files": True},
+    {"skip_unreadable": True},
+    {"max_pixels": 1000},
+    {"value_range": (0.0, 99.0)},
+    {"names": ("b", "a")},
+    {"last": "red"},
+]
 
 
-def kept(path, source="x"):
-    """What is kept of a beginning; it is left as it is then."""
-    file = UnfinishedFile(path, source)
-    result = [(block.tobytes(), record) for record, block in file.kept()]
-    size = file.size
-    file.close()
-    assert size == sum(len(block) for block, _ in result)
-    return result
+@pytest.mark.parametrize("packed", [False, True], ids=["files", "packed"])
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: "".join(change) or "none")
+def test_a_conversion_goes_on_only_with_the_same_options_and_pictures(tmp_path, monkeypatch, caplog, packed, change):
+    """Whatever has changed, the file is that of an uninterrupted conversion."""
+    monkeypatch.setattr(common, "_CHUNK_ITEMS", 2)
+    caplog.set_level("INFO")
+    paths = [tmp_path / f"{number}.png" for number in range(4)]
+    for path, image in zip(paths, np.random.default_rng(0).integers(0, 256, (4, 7, 9, 3), np.uint8), strict=True):
+        Image.fromarray(image).save(path)
 
+    def convert(out, advance=common.no_progress, names=("a", "b"), last=None, **options):
+        if last is not None:
+            Image.new("RGB", (9, 7), last).save(paths[3])
+        sources = [PackedPicture(path.name, np.fromfile(path, np.uint8)) if packed else path for path in paths]
+        tree = folder.Tree(names, tuple(zip(sources, (0, 0, 1, 1), strict=True)))
+        folder.convert(tree, tmp_path / out, advance=advance, threads=1, **{"size": (3, 4), **options})
 
-@pytest.fixture
-def path(tmp_path):
-    """Of a file, whose beginning has all of `CHUNKS`."""
-    file = UnfinishedFile(tmp_path / "a.h5", "x")
-    assert list(file.kept()) == []
-    for block, record in CHUNKS:
-        file.append(memoryview(block), record)
-    file.close()
-    return tmp_path / "a.h5"
+    def stop(count):
+        if count:
+            raise KeyboardInterrupt
 
-
-def test_all_of_it_is_kept_and_goes_on(path):
-    file = UnfinishedFile(path, "x")
-    assert [record for record, _ in file.kept()] == [record for _, record in CHUNKS]
-    file.append(memoryview(b"more"), {"n": 4})
-    assert file.read(0, 11).tobytes() == b"first chunk"
-    assert file.read(file.size - 4, 4).tobytes() == b"more"
-    file.close()
-    assert kept(path) == [*CHUNKS, (b"more", {"n": 4})]
-
-
-@pytest.mark.parametrize("which", ["partial", "partial.journal"])
-def test_a_file_that_ends_anywhere_or_has_a_changed_byte_keeps_whole_chunks(path, which):
-    """Of every prefix, and with every byte changed: a prefix of the chunks, as they were written."""
-    both = {suffix: path.with_name(f"a.h5.{suffix}").read_bytes() for suffix in ("partial", "partial.journal")}
-    seen = set()
-    last = len(both[which]) - 1
-    for place in [*range(0 if which != "partial" else BLOCK_OFFSET, last, 7), last]:
-        for damaged in (both[which][:place], both[which][:place] + bytes([both[which][place] ^ 4]) + both[which][place + 1 :]):
-            for suffix, content in both.items():
-                path.with_name(f"a.h5.{suffix}").write_bytes(damaged if suffix == which else content)
-            result = kept(path)
-            assert result == CHUNKS[: len(result)]
-            seen.add(len(result))
-            assert kept(path) == result, "what was cut off stays so"
-    assert seen == {0, 1, 2}
+    with pytest.raises(KeyboardInterrupt):
+        convert("a.h5", stop)
+    convert("a.h5", **change)
+    assert ("starting from scratch" in caplog.text) == bool(change)
+    assert ("after the first 2 of 4 images" in caplog.text) != bool(change)
+    convert("whole.h5", **change)
+    assert (tmp_path / "a.h5").read_bytes() == (tmp_path / "whole.h5").read_bytes()
 
 
 def test_a_file_of_somebody_else_stays(tmp_path):
-    path, partial = tmp_path / "a.h5", tmp_path / "a.h5.partial"
+    partial = tmp_path / "a.h5.partial"
     partial.write_bytes(b"half a download")
     with pytest.raises(DataError, match="already exists without the journal of a conversion"):
-        UnfinishedFile(path, "source")
+        interrupt(PictureForm(SHAPE[:2], "crop", 3), tmp_path / "a.h5", [])
     assert partial.read_bytes() == b"half a download"
 
 
-def test_another_source_begins_again(path, caplog):
-    assert kept(path, "y") == []
-    assert kept(path, "x") == []
-    assert path.with_name("a.h5.partial").stat().st_size == BLOCK_OFFSET
+def test_one_process_at_a_time(form, tmp_path):
+    path = tmp_path / "a.h5"
+    with form.writer(path, 10, SHAPE, list("abc"), "x") as writer:
+        with pytest.raises(DataError, match=r"Another process is writing .*a\.h5\.partial; wait for it"):
+            write(form, path, pictures())
+        pack(writer, pictures(), lambda count: None)
+    assert len(ImageFile.open(path)) == 10
 
 
-def test_what_is_not_kept_leaves_nothing(path, tmp_path):
-    file = UnfinishedFile(tmp_path / "b.h5")
-    assert list(file.kept()) == []
-    file.append(memoryview(b"bytes"), {})
-    assert file.read(0, 5).tobytes() == b"bytes"
-    file.discard()
-    file.discard()
-    UnfinishedFile(path, "x").discard()
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_the_end_leaves_the_file_alone(path, tmp_path):
-    file = UnfinishedFile(path, "x")
-    list(file.kept())
-    file.publish()
-    file.discard()
-    assert [entry.name for entry in tmp_path.iterdir()] == ["a.h5"]
-
-
-def test_one_process_at_a_time(path):
-    first = UnfinishedFile(path, "x")
-    with pytest.raises(DataError, match=r"Another process is writing .*a\.h5\.partial; wait for it"):
-        UnfinishedFile(path, "x")
-    first.close()
-    kept(path)
-
-
-def test_a_file_system_without_locks_will_do(path, monkeypatch):
+def test_a_file_system_without_locks_will_do(form, tmp_path, monkeypatch):
     def refused(*arguments):
         raise OSError(37, "No locks available")
 
-    monkeypatch.setattr(unfinished.fcntl, "flock", refused)
-    assert kept(path) == CHUNKS
+    monkeypatch.setattr(writing.fcntl, "flock", refused)
+    interrupt(form, tmp_path / "a.h5", pictures())
+    assert write(form, tmp_path / "a.h5", pictures()) == (0, [])
 
 
 def _deep_tree(directory: Path, images: np.ndarray, suffix: str) -> Path:
