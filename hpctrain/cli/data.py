@@ -101,8 +101,8 @@ def data() -> None:
 def fetch(name: str, out: Path, overwrite: bool) -> None:
     """Download a data set and convert it.
 
-    The files are taken from DIRECTORY, from a Debian package (Fashion-MNIST only; root installs it), or from the public address,
-    in this order: the gzipped IDX files of Fashion-MNIST and MNIST, or the archive cifar-10-binary.tar.gz. Does nothing if
+    The files are taken from DIRECTORY, from an installed Debian package (Fashion-MNIST only), or from the public address, in this
+    order: the gzipped IDX files of Fashion-MNIST and MNIST, or the archive cifar-10-binary.tar.gz. Does nothing if
     train.h5 and test.h5 exist.
     """
     from hpctrain.data import fetch as sources
@@ -164,9 +164,6 @@ _CLASS_NAMES = click.option(
 _MAX_PIXELS = click.option(
     "--max-pixels", type=click.IntRange(1), help="Maximum number of pixels of an image to decode; default: 178,956,970."
 )
-_JSON = click.option(
-    "--json", "as_json", is_flag=True, help="Print a JSON object that describes OUT and names all images left out."
-)
 _OVERWRITE = click.option("--overwrite", is_flag=True, help="Replace OUT if it exists; otherwise an existing OUT is an error.")
 _THREADS = click.option("--threads", type=click.IntRange(1), help="Number of threads that decode images; default: one per core.")
 _RANGE = click.option(
@@ -202,9 +199,9 @@ _CHANNELS = click.option(
     callback=lambda context, parameter, value: int(value),
     help="Number of channels: grey (1) or RGB (3).",
 )
-_DEEP = options(_RANGE, _CLASS_NAMES, _OVERWRITE, _JSON)
+_DEEP = options(_RANGE, _CLASS_NAMES, _OVERWRITE)
 _PICTURES = options(_FIT, _CHANNELS, _KEEP, _MAX_PIXELS, _RANGE)
-_TREE = options(_PICTURES, _SKIP, _CLASS_NAMES, _THREADS, _OVERWRITE, _JSON)
+_TREE = options(_PICTURES, _SKIP, _CLASS_NAMES, _THREADS, _OVERWRITE)
 
 
 @convert.command("idx")
@@ -213,8 +210,7 @@ _TREE = options(_PICTURES, _SKIP, _CLASS_NAMES, _THREADS, _OVERWRITE, _JSON)
 @click.argument("out", type=_OUTPUT)
 @_CLASS_NAMES
 @_OVERWRITE
-@_JSON
-def convert_idx(images: Path, labels: Path, out: Path, names_file: Path | None, overwrite: bool, as_json: bool) -> None:
+def convert_idx(images: Path, labels: Path, out: Path, names_file: Path | None, overwrite: bool) -> None:
     """Convert IDX files (such as MNIST).
 
     IMAGES and LABELS may be plain or gzipped.
@@ -222,7 +218,7 @@ def convert_idx(images: Path, labels: Path, out: Path, names_file: Path | None, 
     from hpctrain.data.convert import idx
 
     idx.convert(images, labels, out, _class_names(names_file), overwrite=overwrite)
-    _report(out, as_json)
+    _report(out)
 
 
 @convert.command("cifar")
@@ -231,8 +227,7 @@ def convert_idx(images: Path, labels: Path, out: Path, names_file: Path | None, 
 @click.option("--split", type=click.Choice(["train", "test"]), required=True, help="Split to convert.")
 @click.option("--coarse", is_flag=True, help="Use the 20 superclasses of CIFAR-100 as classes.")
 @_OVERWRITE
-@_JSON
-def convert_cifar(directory: Path, out: Path, split: Any, coarse: bool, overwrite: bool, as_json: bool) -> None:
+def convert_cifar(directory: Path, out: Path, split: Any, coarse: bool, overwrite: bool) -> None:
     """Convert CIFAR-10 or CIFAR-100.
 
     DIRECTORY contains the files of the binary version of the data set.
@@ -240,7 +235,7 @@ def convert_cifar(directory: Path, out: Path, split: Any, coarse: bool, overwrit
     from hpctrain.data.convert import cifar
 
     cifar.convert(directory, split, out, coarse=coarse, overwrite=overwrite)
-    _report(out, as_json)
+    _report(out)
 
 
 @convert.command("hdf5")
@@ -374,7 +369,6 @@ def _convert_tree(
     names_file: Path | None,
     size: int | None,
     value_range: tuple[float, float] | None,
-    as_json: bool,
     **pictures: Any,
 ) -> None:
     """Convert the picture files below `name`, and report what was left out."""
@@ -384,7 +378,7 @@ def _convert_tree(
     with progress(f"converting {name}", len(tree.files)) as advance:
         sides = None if size is None else (size, size)
         skipped = folder.convert(tree, out, size=sides, advance=advance, **scaling, **pictures)
-    _report(out, as_json, folder.left_out(tree, skipped))
+    _report(out, folder.left_out(tree, skipped))
 
 
 def _convert_arrays(
@@ -393,7 +387,6 @@ def _convert_arrays(
     overwrite: bool,
     value_range: tuple[float, float] | None,
     names_file: Path | None,
-    as_json: bool,
 ) -> None:
     from hpctrain.data.convert import arrays
 
@@ -402,7 +395,7 @@ def _convert_arrays(
     names = _class_names(names_file)
     with progress(f"converting {source.path.name}", len(source.labels)) as advance:
         arrays.convert(source, out, names, **scaling, overwrite=overwrite, advance=advance)
-    _report(out, as_json)
+    _report(out)
 
 
 def _checked_range(value: tuple[float, float] | None) -> tuple[float, float] | None:
@@ -422,12 +415,11 @@ def _range(value_range: tuple[float, float] | None, names_file: Path | None) -> 
     return {"value_range": value_range, "measures": value_range is None}
 
 
-def _report(out: Path, as_json: bool, left_out: Sequence[LeftOut] = ()) -> None:
+def _report(out: Path, left_out: Sequence[LeftOut] = ()) -> None:
     """Print what was converted and left out; exit with code 2 if a part of the source could not be read."""
     from hpctrain.data.convert.common import ConvertedFile
 
-    made = ConvertedFile.of(out, left_out)
-    echo_block(json.dumps(made.to_json(), indent=1) if as_json else str(made))
+    echo_block(str(ConvertedFile.of(out, left_out)))
     if any(one.unreadable for one in left_out):
         raise SystemExit(USER_ERROR)
 

@@ -1,4 +1,4 @@
-"""Public data sets (Fashion-MNIST, MNIST, CIFAR-10): locate, install or download, check and convert them.
+"""Public data sets (Fashion-MNIST, MNIST, CIFAR-10): locate, download, check and convert them.
 
 Files are identified by the sha256 of their *content*, because compressed files differ between distributions.
 """
@@ -10,8 +10,6 @@ import http.client
 import io
 import logging
 import os
-import shutil
-import subprocess
 import tarfile
 import urllib.request
 import zlib
@@ -32,7 +30,6 @@ from hpctrain.data.image_file import ImageFile, class_difference
 from hpctrain.storage.atomic_write import write_bytes
 
 _TIMEOUT_SECONDS = 60
-_INSTALL_TIMEOUT_SECONDS = 900
 _log = logging.getLogger(__name__)
 
 
@@ -133,8 +130,8 @@ def fetch(
     """Create out/train.h5 and out/test.h5 unless they exist, and return their paths by split.
 
     Args:
-        sources: sources of the files, tried in order; default: the output directory, Debian's package if installed, the package
-            manager, the data set's public address.
+        sources: sources of the files, tried in order; default: the output directory, Debian's package if installed, the data
+            set's public address.
 
     Raises:
         DataError: no source has the files (the message explains how to get them), a file has another checksum, or existing files
@@ -142,7 +139,7 @@ def fetch(
     """
     with system_errors_as(f"{data_set.title} cannot be written to {out}"):
         if sources is None:
-            sources = (*LOCAL_SOURCES, partial(download, bar=bar))
+            sources = (already_there, debian_package, partial(download, bar=bar))
         paths = {split: out / f"{split}.h5" for split in data_set.splits}
         missing = [split for split, path in paths.items() if overwrite or not _is_there(path, data_set)]
         if not missing:
@@ -170,18 +167,6 @@ def debian_package(out: Path, wanted: DataSet) -> Path | None:
     return wanted.package_directory if wanted.package is not None and _has_all(wanted.package_directory, wanted) else None
 
 
-def install_package(out: Path, wanted: DataSet) -> Path | None:
-    """Install Debian's package and return its directory; None without a package, root permission or apt-get, or on failure."""
-    if wanted.package is None or os.geteuid() != 0 or shutil.which("apt-get") is None:
-        return None
-    _log.info("installing %s", wanted.package)
-    install = ("apt-get", "install", "-y", "--no-install-recommends", wanted.package)
-    # The package lists may be missing (in fresh containers) or outdated.
-    if _run(install) or (_run(("apt-get", "update")) and _run(install)):
-        return debian_package(out, wanted)
-    return None
-
-
 def download(out: Path, wanted: DataSet, bar: Bar = no_bar) -> Path | None:
     """Download the files, or the archive, from the public address into the output directory; None if it is unreachable.
 
@@ -204,9 +189,6 @@ def download(out: Path, wanted: DataSet, bar: Bar = no_bar) -> Path | None:
             _check(idx.unpack(io.BytesIO(packed), url), digest, url, wanted)
             write_bytes(out / f"{name}.gz", packed)
     return out
-
-
-LOCAL_SOURCES: tuple[Source, ...] = (already_there, debian_package, install_package)
 
 
 def _get(url: str, wanted: DataSet, bar: Bar) -> bytes | None:
@@ -319,18 +301,3 @@ def _check(content: bytes, digest: str, origin: str, data_set: DataSet) -> None:
             f"{origin} is not the file of {data_set.title}: the sha256 of its content is {actual[:12]}... and must be "
             f"{digest[:12]}...; remove it and fetch again."
         )
-
-
-def _run(command: Sequence[str]) -> bool:
-    """Run a command of the package manager without prompts, and return whether it succeeded."""
-    environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
-    try:
-        done = subprocess.run(
-            command, env=environment, capture_output=True, text=True, timeout=_INSTALL_TIMEOUT_SECONDS, stdin=subprocess.DEVNULL
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        _log.warning("%s failed: %s", " ".join(command), error)
-        return False
-    if done.returncode:
-        _log.info("%s ended with %d: %s", " ".join(command), done.returncode, done.stderr.strip().splitlines()[-1:])
-    return done.returncode == 0

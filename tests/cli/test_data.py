@@ -209,17 +209,12 @@ def test_a_file_is_replaced_only_on_request(tmp_path, inputs, command):
 def test_every_converter_says_what_it_made(tmp_path, inputs, command):
     before, after = inputs[command]
     out = tmp_path / "out.h5"
-    said = json.loads(run("convert", command, *before, out, *after, "--json"))
+    text = run("convert", command, *before, out, *after)
     file = ImageFile.open(out)
     counts = np.bincount(file.labels, minlength=len(file.class_names)).tolist()
-    assert (said["file"], said["images"], said["least"], said["most"]) == (str(out), len(file), min(counts), max(counts))
-    expected = [
-        {"label": i, "name": name, "images": count} for i, (name, count) in enumerate(zip(file.class_names, counts, strict=True))
-    ]
-    assert said["classes"] == expected
-    assert said["left_out"] == []
-    text = run("convert", command, *before, out, *after, "--overwrite")
     assert text.startswith(f"{out}: {len(file)} image{'' if len(file) == 1 else 's'} of {len(counts)} class")
+    assert f" {max(counts)} " in text
+    assert "left out" not in text
 
 
 @pytest.mark.parametrize("keep", [(), ("--keep-jpeg",)])

@@ -117,6 +117,13 @@ def test_without_any_source_the_error_says_how_to_get_it(tmp_path):
         fetch(tmp_path / "out", make_source(tmp_path / "source"), [absent, absent])
 
 
+def test_an_installed_package_is_a_source(tmp_path):
+    data_set = make_source(tmp_path / "package")
+    paths = fetch(tmp_path / "out", data_set, [fetching.already_there, fetching.debian_package, forbidden])
+    assert len(ImageFile.open(paths["train"])) == 9
+    assert fetching.debian_package(tmp_path, replace(data_set, package_directory=tmp_path)) is None
+
+
 @pytest.mark.parametrize("name", ["train-images", "test-labels"])
 def test_other_content_is_refused(tmp_path, name):
     data_set = make_source(tmp_path, packed=False)
@@ -183,46 +190,6 @@ def test_a_site_that_is_away_is_no_source(tmp_path, site):
     (tmp_path / "site" / "train-images.gz").unlink()
     assert fetching.download(tmp_path, site) is None
     assert fetching.download(tmp_path, replace(site, url="http://127.0.0.1:9")) is None
-
-
-@pytest.fixture
-def fake_apt(tmp_path, monkeypatch):
-    """fake_apt(script): an apt-get that notes its arguments and runs `script`; PATH has nothing else."""
-    monkeypatch.setattr(os, "geteuid", lambda: 0)
-    log = tmp_path / "apt.log"
-
-    def make(script):
-        program = tmp_path / "bin" / "apt-get"
-        program.parent.mkdir()
-        program.write_text(f'#!/bin/sh\necho "$1" >> {log}\n{script}\n')
-        program.chmod(0o755)
-        monkeypatch.setenv("PATH", f"{program.parent}:/usr/bin:/bin")
-        return log
-
-    return make
-
-
-@pytest.mark.job
-def test_the_package_is_installed_after_an_update_where_needed(tmp_path, fake_apt, monkeypatch):
-    data_set = make_source(tmp_path / "package")
-    marker = tmp_path / "updated"
-    log = fake_apt(f"if [ $1 = update ]; then touch {marker}; fi; [ -e {marker} ]")
-    assert fetching.install_package(tmp_path, data_set) == tmp_path / "package"
-    assert log.read_text().split() == ["install", "update", "install"]
-    assert fetching.debian_package(tmp_path, data_set) == tmp_path / "package"
-
-
-@pytest.mark.job
-def test_a_failing_package_manager_is_no_source(tmp_path, fake_apt):
-    log = fake_apt("echo no network >&2; exit 100")
-    assert fetching.install_package(tmp_path, make_source(tmp_path / "package")) is None
-    assert log.read_text().split() == ["install", "update"]
-
-
-def test_without_a_package_manager_nothing_is_installed(tmp_path, monkeypatch):
-    monkeypatch.setattr(os, "geteuid", lambda: 0)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert fetching.install_package(tmp_path, make_source(tmp_path / "package")) is None
 
 
 def test_the_package_holds_fashion_mnist(tmp_path):

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
@@ -208,14 +208,6 @@ class ConvertedFile:
             low, high = self.value_range
             lines.append(f"values of more than 8 bits: {low:g} became black and {high:g} white (--range {low:g} {high:g})")
         return "\n".join([*lines, *map(str, self.left_out)])
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the summary as JSON-compatible data, with all classes and all places."""
-        classes = [{"label": label, "name": name, "images": count} for label, (name, count) in enumerate(self.images)]
-        counts = [count for _, count in self.images]
-        facts = {"file": str(self.path), "images": sum(counts), "least": min(counts), "most": max(counts), "classes": classes}
-        left_out = [{"reason": one.reason, "count": len(one.places), "places": list(one.places)} for one in self.left_out]
-        return {**facts, "range": self.value_range, "left_out": left_out}
 
 
 def _examples(names: Sequence[str]) -> str:

@@ -8,10 +8,8 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import h5py
-import numpy as np
 
 from hpctrain.core.errors import DataError, errors_as
 from hpctrain.data.convert.arrays import ForeignImages, Layout, channels_first, class_labels
@@ -46,52 +44,11 @@ def opened(path: Path, images: str = "images", labels: str = "labels", layout: L
             _check_memory(path, pixels)
             names = f"{pixels.name[1:]} in {path}", f"{targets.name[1:]} in {path}"
             if _MATLAB in pixels.attrs:
-                count = _sample_count(names[0], pixels.shape, targets.shape)
-                pixels, targets = _MatlabArray(pixels, count), _MatlabArray(targets, count)
+                raise DataError(f"{names[0]} is an array of MATLAB, whose dims are in reverse order; save the arrays as an .npz.")
             first = channels_first(names[0], tuple(pixels.shape or ()), pixels.dtype, layout)
             of_labels = class_labels(names[1], targets, len(pixels))
             source = ForeignImages(path, pixels, first, *of_labels, partial(_data_errors, path))
         yield source
-
-
-class _MatlabArray:
-    """Array that MATLAB has stored, with the samples first and the other dims in MATLAB's order, the reverse of HDF5's.
-
-    Args:
-        count: number of samples, which is the first or the last dim of `dataset`.
-    """
-
-    def __init__(self, dataset: h5py.Dataset, count: int) -> None:
-        self._dataset, self._first = dataset, dataset.shape[0] == count
-        rest = dataset.shape[:0:-1] if self._first else dataset.shape[-2::-1]
-        self.shape: tuple[int, ...] = (count, *rest)
-        self.dtype, self.nbytes = dataset.dtype, dataset.nbytes
-        self.chunks = dataset.chunks and (dataset.chunks if self._first else dataset.chunks[::-1])
-
-    def __len__(self) -> int:
-        return self.shape[0]
-
-    def __getitem__(self, samples: Any) -> np.ndarray:
-        values = self._dataset[samples] if self._first else self._dataset[(..., *([samples] if samples != () else []))]
-        return np.moveaxis(values.T, -1, 0) if self._first else values.T
-
-
-def _sample_count(name: str, images: tuple[int, ...], labels: tuple[int, ...]) -> int:
-    """Return the number of samples in arrays of MATLAB: the first or the last dim of the images.
-
-    Args:
-        images, labels: shapes of the arrays in HDF5's order.
-
-    Raises:
-        DataError: the number is not a dim of the labels, or the first and the last dim of the images are equal.
-    """
-    counts = {images[0], images[-1]} & set(labels) - {1}
-    if not counts or images[0] == images[-1]:
-        raise DataError(
-            f"{name} is a MATLAB array of {images[::-1]} with labels of {labels[::-1]}; either the first or the last dim of the "
-            "images must be the number of labels."
-        )
-    return max(counts)  # the other one is the number of classes
 
 
 def _dataset(path: Path, file: h5py.File, key: str, option: str) -> h5py.Dataset:

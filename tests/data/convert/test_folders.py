@@ -1,6 +1,5 @@
 """Image folders and what converters share: order, class names, files that are left out, and what an interruption leaves."""
 
-import json
 import os
 import shutil
 import tempfile
@@ -234,11 +233,14 @@ def real_place(path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(amount(6, 60)))
-def test_all_that_is_in_a_folder_is_converted_or_said_to_be_left_out(open_place, seed):
+def test_all_that_is_in_a_folder_is_converted_or_said_to_be_left_out(open_place, monkeypatch, seed):
     """Every entry of a random folder is converted or reported, also for a user who cannot read all of it."""
     made = Folder(open_place, seed)
     pictures, others = made.entries()
-    words = (made.path, open_place / "out" / "a.h5", "--size", 8, "--json", "--threads", 2)
+    summary, summaries = ConvertedFile.of, []
+    monkeypatch.setattr(ConvertedFile, "of", lambda *of: summaries.append(summary(*of)) or summaries[-1])
+    out = open_place / "out" / "a.h5"
+    words = (made.path, out, "--size", 8, "--threads", 2)
     named = seed % 2 == 0
     if named:
         (open_place / "names").write_text("\n".join([*sorted(pictures), "none"]), "utf-8")
@@ -249,7 +251,7 @@ def test_all_that_is_in_a_folder_is_converted_or_said_to_be_left_out(open_place,
     if bad or empty:
         assert whole.exit_code == 2
         assert any(name in whole.stderr for name in [Path(place).name for place in bad] + ["empty"] * empty)
-        assert not (open_place / "out" / "a.h5").exists()
+        assert not out.exists()
     else:
         assert whole.exit_code == 0, whole.output
     rest = convert_as_another_user(*words, "--skip-unreadable", "--overwrite")
@@ -257,13 +259,11 @@ def test_all_that_is_in_a_folder_is_converted_or_said_to_be_left_out(open_place,
         assert (rest.exit_code, "contain no readable image: empty;" in rest.stderr) == (2, True)
         return
     assert rest.exit_code == (2 if bad else 0), rest.output
-    said = json.loads(rest.stdout)
-    assert {one["name"]: one["images"] for one in said["classes"]} == pictures | ({"none": 0} if named else {})
-    assert said["images"] == sum(pictures.values()) == len(ImageFile.open(said["file"]))
+    said = summaries[-1]
+    assert dict(said.images) == pictures | ({"none": 0} if named else {})
+    assert sum(pictures.values()) == len(ImageFile.open(out))
     links = "a link to a directory above, or to one already searched"
-    places = [real_place(place) for one in said["left_out"] for place in one["places"] if one["reason"] != links]
-    assert set(places) == others
-    assert all(one["count"] == len(one["places"]) for one in said["left_out"])
+    assert {real_place(place) for one in said.left_out for place in one.places if one.reason != links} == others
 
 
 def test_directories_of_one_name_in_unicode_are_one_class(tmp_path):
