@@ -34,7 +34,7 @@ _NO_HOOKS = StepHooks()
 
 @dataclass(frozen=True)
 class Workload:
-    """Model of the catalogue with its options, images of a step, and height and width of an image."""
+    """Model of the catalogue with its options, the number of images of a step, and their height and width in pixels."""
 
     model: str
     batch: int
@@ -58,7 +58,7 @@ def workload(model: str, batch: int, pixels: int | None = None, options: Mapping
     catalogue.check(model, chosen)
     side = catalogue.image_shape(model)[0] if pixels is None else pixels
     if batch < 1 or side < 1:
-        raise ConfigError(f"A batch of {batch} images of {side} px is empty; the smallest legal value of both is 1.")
+        raise ConfigError(f"The batch is {batch} and the side of an image {side} px, but both must be at least 1.")
     return Workload(model, batch, side, chosen)
 
 
@@ -124,9 +124,9 @@ class EngineStep:
 
 
 class Laps(StepHooks):
-    """Times of operators, each from the end of the previous operator to its own end, by (name, phase) and step.
+    """Times of operators by (name, phase) and step, each from the end of the previous operator to the end of this one.
 
-    Together they cover the step up to the update of the parameters.
+    Their sum is the time of the step up to and including the update of the parameters.
 
     Args:
         clock: function that returns seconds; CPU time is better for a process with one thread on a busy machine.

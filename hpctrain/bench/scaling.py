@@ -61,8 +61,8 @@ class Point:
         batch: samples of a step over all ranks.
         communication_seconds: time of communication, mean over ranks.
         exposed_seconds: time of communication that no computation hides, mean over ranks.
-        limit_seconds: lower limit of the time of a step: the larger of the time of the exchange and the time of computation and
-            of the core's work for messages.
+        limit_seconds: lower limit of the time of a step: the time of the exchange, or the time in which a core computes and
+            handles messages, whichever is longer.
         about: names and versions of the software, the model and the averager.
         efficiency: efficiency relative to the first point; None if ranks share cores.
         predicted_seconds: predicted time of a step, by which the run chose its plan; None if it chose none.
@@ -125,9 +125,7 @@ def _threads(config: Config, task: ScalingStudy, most_ranks: int) -> int | None:
 def _measure(task: ScalingStudy, config: Config, ranks: int, threads: int | None) -> Point:
     batch = config.batch * ranks if task.mode == "weak" else config.batch
     if batch < ranks:
-        raise ConfigError(
-            f"batch is {batch}, but {ranks} ranks need at least one sample each; the smallest legal batch is {ranks}."
-        )
+        raise ConfigError(f"batch is {batch}, but must be at least {ranks}, a sample for each rank.")
     settings = [
         *task.overrides,
         f"batch={batch}",

@@ -99,7 +99,7 @@ class JudgedSet:
 
 
 def result_of(name: str, judgement: Judgement) -> JudgedSet:
-    """Return the result of the run `name`."""
+    """Return an evaluation of the run `name` as a confusion matrix, a table of classes, and pictures."""
     names = judgement.class_names
     whole = len(names) <= MOST_CLASSES
     groups = (
@@ -182,7 +182,7 @@ class Table:
     Attributes:
         numbers: indices of the columns of numbers.
         folded: whether the table is collapsed at first.
-        of_runs: whether each column after the first belongs to a run. Equal values of a row are then merged into one cell.
+        of_runs: whether each column after the first belongs to a run. If so, equal values of a row are merged into one cell.
     """
 
     title: str
@@ -315,10 +315,10 @@ def _curves(records: Sequence[RunRecord], names: Sequence[str]) -> PagePart:
 
 
 def _scheduled(curve: Curve, record: RunRecord) -> Curve:
-    """Return the learning rates of a run's schedule.
+    """Return the curve of a run's learning rate, computed from its schedule.
 
-    Returns the recorded curve if the schedule is unknown or if a recorded rate differs from it, such as after a resume with
-    another schedule, or if evaluations changed the rate.
+    Return the recorded curve if the schedule is unknown, or if a recorded rate differs from it: after a resume with another
+    schedule, or if evaluations changed the rate.
     """
     samples = samples_per_epoch(record.state.records)
     try:

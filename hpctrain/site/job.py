@@ -116,7 +116,7 @@ def plan_job(site: Site, request: JobRequest, job_files: JobFiles, *, own_limit:
         own_limit: whether the configuration has its own max_time.
 
     Raises:
-        ConfigError: the request does not fit the site; the message has the nearest legal value.
+        ConfigError: the request does not fit the site.
     """
     profile = site.profile
     batch = profile.scheduler in ("slurm", "pbs")
@@ -162,8 +162,8 @@ def _time(site: Site, requested: str | None, *, least: int) -> str:
         )
     if seconds <= least:
         raise ConfigError(
-            f"{label} is {text!r}, which is {_clock(int(seconds))}, but a training saves a checkpoint {least} s before the "
-            f"end; the nearest legal value is {_clock(least + 1)}."
+            f"{label} is {text!r}, but must be longer than {least} s, because a training saves a checkpoint {least} s before the "
+            "end."
         )
     return _clock(int(seconds))
 
@@ -189,7 +189,7 @@ def _check_nodes(site: Site, request: JobRequest) -> None:
     """Raise unless the requested nodes exist, as far as this can be checked here."""
     scheduler = site.profile.scheduler
     if scheduler == "local" and request.nodes != 1:
-        raise ConfigError(f"--nodes is {request.nodes}, but site {site.name} is one machine; the nearest legal value is 1.")
+        raise ConfigError(f"--nodes is {request.nodes}, but must be 1, because site {site.name} is one machine.")
     if scheduler != "hostfile":
         if request.hostfile is not None:
             raise ConfigError(f"--hostfile is {request.hostfile}, but site {site.name} uses no hostfile; leave --hostfile out.")
@@ -198,9 +198,7 @@ def _check_nodes(site: Site, request: JobRequest) -> None:
         return
     hosts = len(_hosts(request.hostfile))
     if hosts < request.nodes:
-        raise ConfigError(
-            f"--nodes is {request.nodes}, but {request.hostfile} lists {hosts} hosts; the nearest legal value is {hosts}."
-        )
+        raise ConfigError(f"--nodes is {request.nodes}, but must be at most {hosts}, the number of hosts in {request.hostfile}.")
 
 
 def _hosts(path: Path) -> tuple[str, ...]:
@@ -221,10 +219,7 @@ def _hosts(path: Path) -> tuple[str, ...]:
 def _ranks(site: Site, request: JobRequest) -> int:
     node, requested = site.profile.node, request.ranks_per_node
     if requested is not None and requested > node.limit:
-        raise ConfigError(
-            f"--ranks-per-node is {requested}, but a node of site {site.name} has at most {node.limit}; "
-            f"the nearest legal value is {node.limit}."
-        )
+        raise ConfigError(f"--ranks-per-node is {requested}, but must be at most {node.limit} on a node of site {site.name}.")
     return node.ranks if requested is None else requested
 
 
@@ -233,8 +228,8 @@ def _cores(site: Site, request: JobRequest, ranks: int) -> int:
     requested = request.cores_per_rank
     if requested is not None and requested > most:
         raise ConfigError(
-            f"--cores-per-rank is {requested}, but {ranks} ranks share the {site.profile.node.cores} cores of a node of site "
-            f"{site.name}; the nearest legal value is {most}."
+            f"--cores-per-rank is {requested}, but must be at most {most}, because {ranks} ranks share the "
+            f"{site.profile.node.cores} cores of a node of site {site.name}."
         )
     return most if requested is None else requested
 
@@ -384,7 +379,7 @@ def _texts(name: str, value: Any) -> Iterator[tuple[str, str]]:
 
 
 def _directive(text: str) -> str:
-    """Return a text quoted as one word of an #SBATCH line. Slurm reads quotes as a shell does, but removes backslashes in them.
+    """Return a text quoted as one word of an #SBATCH line. Slurm reads quotes like a shell, but removes backslashes in them.
 
     Raises:
         ConfigError: the text has a backslash, which in a path also disables Slurm's replacements such as %j.

@@ -131,7 +131,7 @@ class Row:
         communication_seconds: time in which operations were in flight.
         hidden_seconds: part of the communication time in which the program did not wait.
         exposed_seconds: time of waits.
-        messages_seconds: time of the program for posting and testing.
+        messages_seconds: time in which the program posted and tested messages.
         delay_seconds: upper bound of the total time by which operations were posted later than possible.
     """
 
@@ -181,7 +181,7 @@ def from_json(content: Mapping[str, Any]) -> TimeTable:
 
 
 class RowNames:
-    """Names of rows.
+    """Assignment of events to rows of the table.
 
     An event that names exactly one layer, or parameters of one layer, belongs to the row of that layer. Any other event belongs
     to the row of its own name.
@@ -349,7 +349,7 @@ _COLUMNS = tuple(column.name for column in fields(Row) if column.type == "float"
 
 
 def merge(tables: Sequence[TimeTable], late: Mapping[str, Late], ranks: Sequence[int] | None = None) -> TimeTable:
-    """Return the mean over ranks, row by row, with late ranks. A rank without a row counts as zero.
+    """Return the mean of the tables of all ranks, row by row, with the ranks that posted late. A missing row counts as zero.
 
     Args:
         ranks: number of ranks that each table represents; None: one.

@@ -22,7 +22,7 @@ _FEWEST_EVENTS = 1 << 14
 _MOST_EVENTS = 1 << 18
 
 
-#: name of the time of averager and progress engine between operators, and for messages inside operators
+#: name of the row for the work of the averager and the progress engine: between operators, and for messages inside them
 HOOKS = "posting and progress"
 
 

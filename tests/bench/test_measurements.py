@@ -73,7 +73,7 @@ def test_the_peak_of_products_is_the_best_of_all() -> None:
 
 @pytest.mark.parametrize(("batch", "pixels"), [(0, 28), (1, 0), (-1, None)])
 def test_an_empty_workload_is_refused(batch: int, pixels: int | None) -> None:
-    with pytest.raises(ConfigError, match="the smallest legal value of both is 1"):
+    with pytest.raises(ConfigError, match="both must be at least 1"):
         workload("small", batch, pixels)
 
 

@@ -113,6 +113,7 @@ def answers() -> Iterator[str]:
     """Yield each call of `calls.yaml` with its answer. The working directory is the temporary one."""
     calls = yaml.safe_load((HERE / "calls.yaml").read_text())
     for name, text in calls.pop("files").items():
+        Path(name).parent.mkdir(exist_ok=True)
         Path(name).write_text(text)
     Path("hpctrain/sites").mkdir(parents=True)
     with _programs() as program:
