@@ -227,16 +227,8 @@ def _written(outcome: PlannedSearch, file: Path, overrides: tuple[str, ...], wri
     multiple=True,
     help="Slow rank and the factor on its compute time, such as 3=1.5; may be given several times.",
 )
-@click.option(
-    "--jitter",
-    type=click.FloatRange(min=0, max=1),
-    default=0.0,
-    help="Relative standard deviation of operator times.",
-)
-@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of the random deviations.")
 @IMAGE
 @CLASSES
-@click.option("--png", type=OutputFile(), help="File for a plot of the scaling; requires matplotlib (the extra `export`).")
 @click.option("--trace", type=OutputFile(), help="File for the trace of a step of the largest job, in the trace format of runs.")
 @click.option("--json", "as_json", is_flag=True, help="Print everything as JSON, times in seconds and sizes in bytes.")
 def simulate(
@@ -247,11 +239,8 @@ def simulate(
     mode: Any,
     averagers: tuple[str, ...],
     slow: tuple[tuple[int, float], ...],
-    jitter: float,
-    seed: int,
     image: tuple[int, int, int] | None,
     classes: int | None,
-    png: Path | None,
     trace: Path | None,
     as_json: bool,
     **factors: float,
@@ -275,7 +264,7 @@ def simulate(
         mode=mode,
         machine=machine_file.read(machine).with_threads(configured_search.configured_threads(config)),
         factors=factors,
-        options=SimulationOptions(progress=ProgressMode(config.progress), slow=slow_factors, jitter=jitter, seed=seed),
+        options=SimulationOptions(progress=ProgressMode(config.progress), slow=slow_factors),
         image=image,
         classes=classes,
     )
@@ -288,9 +277,6 @@ def simulate(
         simulation_tables.print_scaling(study, points)
     if trace is not None:
         echo(configured_search.write_trace(trace, points[len(ranks) - 1], study.title), err=as_json)
-    if png is not None:
-        drawn = configured_search.plot(png, points, study.title)
-        echo(drawn or f"{png} is not drawn: matplotlib is not installed (extra `export`).", err=as_json or not drawn)
 
 
 def _configs(file: Path, overrides: tuple[str, ...], averagers: tuple[str, ...]) -> dict[str, Config]:
@@ -333,8 +319,7 @@ _JOB_AND_LINK = options(
         "--machine",
         type=FilePath(),
         metavar="FILE|NAME",
-        help="Machine model for choices that are `auto` and for advice on the number of ranks: a file written by `hpctrain "
-        "calibrate`, or the name of an installed one.",
+        help="Machine for choices that are `auto`: a file written by `hpctrain calibrate`, or the name of an installed machine.",
     ),
     click.option(
         "--json",
@@ -370,29 +355,23 @@ def show(
 ) -> None:
     """Show what each rank owns, sends and stores, layer by layer.
 
-    Prints owners, halos, bytes sent and memory of each layer of FILE's model, then the averaging of gradients, the map of ranks
-    and, with --machine, whether fewer or more ranks would be faster. OVERRIDES such as grid.rows=2 override keys of the file.
+    Prints owners, halos, bytes sent and memory of each layer of FILE's model, then the averaging of gradients and the map of
+    ranks. OVERRIDES such as grid.rows=2 override keys of the file.
     """
     task = _task(file, overrides, ranks, image, classes, machine)
     from hpctrain.cli import plan_tables
     from hpctrain.comm.link import LinkModel
     from hpctrain.planner import planned_run
+    from hpctrain.planner.program.group_schedules import group_schedules
 
     groups = planned_run.equal_split_groups(task)
     report = planned_run.description(task, [of_class[0] for of_class in groups])
-    averaged = planned_run.group_schedules(task, LinkModel(alpha_seconds, beta_seconds_per_byte), ranks_per_node)
+    averaged = group_schedules(task.job, task.candidate, LinkModel(alpha_seconds, beta_seconds_per_byte), ranks_per_node)
     if as_json:
         content = plan_tables.as_dict(task, report, groups, averaged, ranks_per_node)
         echo_block(json.dumps(content, indent=1))
         return
-    advice = "Give --machine to learn whether fewer or more ranks would be faster."
-    if machine or task.config.machine:
-        from hpctrain.planner.costs import machine_file
-        from hpctrain.planner.search import configured_search
-
-        model = machine_file.read(str(machine or task.config.machine))
-        advice = configured_search.ranks_advice(task, model, image, classes)
-    plan_tables.print_plan(task, report, averaged, ranks_per_node, advice)
+    plan_tables.print_plan(task, report, averaged, ranks_per_node)
 
 
 @plan.command()
@@ -408,10 +387,10 @@ def schedule(alpha_seconds: float, beta_seconds_per_byte: float, ranks_per_node:
     task = _task(**job)
     from hpctrain.cli import plan_tables
     from hpctrain.comm.link import LinkModel
-    from hpctrain.planner import planned_run
+    from hpctrain.planner.program.group_schedules import group_schedules
 
     link = LinkModel(alpha_seconds, beta_seconds_per_byte)
-    averaged = planned_run.group_schedules(task, link, ranks_per_node)
+    averaged = group_schedules(task.job, task.candidate, link, ranks_per_node)
     if as_json:
         if task.assumption:
             echo(task.assumption, err=True)

@@ -34,13 +34,11 @@ def print_plan(
     report: PlanReport,
     averaged: Sequence[GroupSchedule],
     ranks_per_node: int | None,
-    advice: str = "",
 ) -> None:
-    """Print the head, layers, totals, gradients, map of ranks, and advice to stdout. Lines are never truncated.
+    """Print the head, layers, totals, gradients and map of ranks to stdout. Lines are never truncated.
 
     Args:
         ranks_per_node: number of consecutive ranks on each node; None: all ranks are on one node.
-        advice: last sentence, on the number of ranks; "": none.
     """
     console = output_console(_COLUMNS, markup=True)
     for line in _head(task):
@@ -50,7 +48,6 @@ def print_plan(
         *_totals(report),
         *_gradients(task, averaged),
         *_map(task.plan, ranks_per_node),
-        *filter(None, [advice]),
     ):
         console.print(line)
 

@@ -336,8 +336,7 @@ def _machine_lines(machine: Machine) -> list[tuple[str, str]]:
     for name, link in (("within", machine.within), ("between", machine.between)):
         lines += [(f"{name}.{key}", value) for key, value in _link_lines(link)]
     for kind, rate in machine.rates.items():
-        slowed = f", {machine.concurrency[kind]:.2f} times slower than alone" if kind in machine.concurrency else ""
-        lines.append((f"rates.{kind}", _rate_words(kind, rate) + slowed))
+        lines.append((f"rates.{kind}", _rate_words(kind, rate)))
     for kind, rate in machine.single_thread_rates.items():
         lines.append(("single_thread_rates", f"{kind}: {_rate_words(kind, rate)}"))
     if math.isfinite(machine.node_bytes_per_second):

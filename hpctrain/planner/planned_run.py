@@ -1,7 +1,7 @@
 """Plan a configuration as a job, without MPI and without reading images.
 
-`prepare` puts a configuration on a grid and determines everything from which plans follow.
-`description` and `group_schedules` return the consequences for each rank.
+`prepare` puts a configuration on a grid and determines everything from which plans follow. `description` returns the consequences
+for each rank.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from hpctrain.backend import specs as dtypes
 from hpctrain.backend.choice import Backend, make_backend
 from hpctrain.backend.graph import Graph
 from hpctrain.backend.operators import KernelSet
-from hpctrain.comm.link import LinkModel
 from hpctrain.config.schema import SYNTHETIC, Config
 from hpctrain.core.errors import ShapeError
 from hpctrain.data.pipeline import Pipeline
@@ -221,18 +220,6 @@ def micro_counts(task: PlannedRun) -> tuple[int, ...]:
     """Return the samples of each position in the first micro-batch, which is the largest."""
     parts = task.config.micro_batches
     return tuple(-(-count // parts) for count in task.counts)
-
-
-def group_schedules(task: PlannedRun, link: LinkModel, ranks_per_node: int | None = None) -> tuple[GroupSchedule, ...]:
-    """Return the schedules of all averagers' first steps over a link, computed from sizes only.
-
-    Args:
-        ranks_per_node: number of ranks per node; None: all ranks on one node.
-
-    Raises:
-        ConfigError: the averager cannot run this job.
-    """
-    return schedules.group_schedules(task.job, task.candidate, link, ranks_per_node)
 
 
 def averaging_bytes(task: PlannedRun, planned: Sequence[GroupSchedule]) -> tuple[int, ...]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shlex
 import subprocess
 import sys
@@ -167,20 +166,7 @@ def test_the_written_file_is_the_first_choice_and_plans(tmp_path: Path) -> None:
     shown = CliRunner().invoke(cli, ["plan", "show", str(path)])
     assert shown.exit_code == 0, shown.output
     assert "on 4 ranks" in shown.output
-    assert "Give --machine to learn whether fewer or more ranks would be faster." in " ".join(shown.output.split())
     assert run("search", QUICKSTART, *SMALL, "--ranks", "2", "--write", str(path)).exit_code == 0  # written again
-
-
-def test_a_plan_advises_on_the_number_of_ranks() -> None:
-    """Would find a plan without a hint that fewer or more ranks take shorter steps."""
-    for batch, image, advice in ((8, 8, "fewer ranks are faster"), (4096, 64, "more ranks are faster")):
-        words = (QUICKSTART, f"batch={batch}", "averager=sharded", "--ranks", "8", "--machine", "xc40")
-        shown = CliRunner().invoke(cli, ["plan", "show", *words, "--image", str(image), str(image), "1", "--classes", "10"])
-        assert shown.exit_code == 0, shown.output
-        text = " ".join(shown.output.split())
-        assert re.search(rf"By the model of machine .+, a step takes .+ on 8 ranks, .+ on 4( and .+ on 16)?: {advice}\.", text), (
-            text
-        )
 
 
 def test_ranks_per_node_are_compared_on_the_same_cores(tmp_path: Path) -> None:
@@ -296,9 +282,6 @@ def test_what_ifs_move_the_step_in_their_direction() -> None:
     assert seconds("--bandwidth", "0.1") > usual["step_seconds"]
     assert seconds("--latency", "100") > usual["step_seconds"]
     assert seconds("--slow", "3=2") > 1.5 * usual["step_seconds"]
-    jittered = seconds("--jitter", "0.5", "--seed", "7")
-    assert jittered != usual["step_seconds"]
-    assert jittered == seconds("--jitter", "0.5", "--seed", "7")
 
 
 @pytest.mark.slow
@@ -313,10 +296,9 @@ def test_open_sections_are_chosen_for_each_number_of_ranks() -> None:
 
 @pytest.mark.slow
 def test_a_grid_is_simulated_as_it_is_configured(tmp_path: Path) -> None:
-    files = ("--trace", str(tmp_path / "trace.json"), "--png", str(tmp_path / "curves.png"))
-    result = run("simulate", *SIMULATED_GRID, "--ranks", "2,4", *files)
+    result = run("simulate", *SIMULATED_GRID, "--ranks", "2,4", "--trace", str(tmp_path / "trace.json"))
     assert result.exit_code == 0, result.output
-    assert result.stdout.splitlines()[-2:] == [str(tmp_path / "trace.json"), str(tmp_path / "curves.png")]
+    assert result.stdout.splitlines()[-1] == str(tmp_path / "trace.json")
     trace = json.loads((tmp_path / "trace.json").read_text())
     assert trace["otherData"]["simulated"] is True
     assert trace["otherData"]["ranks"] == 4

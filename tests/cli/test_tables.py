@@ -36,6 +36,7 @@ from hpctrain.parallel.parallel_plan import ParallelPlan
 from hpctrain.parallel.plan_report import LayerReport
 from hpctrain.planner import planned_run
 from hpctrain.planner.job import Candidate
+from hpctrain.planner.program.group_schedules import group_schedules
 from hpctrain.planner.search.configured_search import PlannedSearch, SimulatedPoint, on_any_grid
 from hpctrain.planner.search.search import SearchChoice, SearchResult
 from hpctrain.process.start import load_config
@@ -114,7 +115,7 @@ def test_the_summary_expands_to_the_report_of_every_rank(
     )
     task = planned_run.prepare(config, rows * cols, (12, 12, 1), 10)
     full, groups = planned_run.description(task), planned_run.equal_split_groups(task)
-    averaged = planned_run.group_schedules(task, LinkModel(1e-5, 1e-9), per_node)
+    averaged = group_schedules(task.job, task.candidate, LinkModel(1e-5, 1e-9), per_node)
     report = planned_run.description(task, [equal[0] for equal in groups])
     found = json.loads(json.dumps(plan_tables.as_dict(task, report, groups, averaged, per_node)))
     classes, item = found["classes"], full.item_bytes

@@ -76,7 +76,7 @@ def _site(change: Change) -> str:
 
 def _machine(change: Change) -> str:
     Path("own_machine.yaml").write_text(_changed(Path("machine.yaml").read_text(), change))
-    return _command("plan", "show", "base.yaml", "model=small", "--machine", "own_machine.yaml")
+    return _command("plan", "simulate", "base.yaml", "model=small", "--ranks", "1", "--machine", "own_machine.yaml")
 
 
 def _start(**keywords: Any) -> None:

@@ -15,7 +15,8 @@ from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
 from hpctrain.parallel.plan_report import LayerReport, PlanReport, report_plan
 from hpctrain.planner.costs.compute_costs import RateCosts
 from hpctrain.planner.costs.machine import Machine
-from hpctrain.planner.planned_run import PlannedRun, averaging_bytes, description, group_schedules, prepare
+from hpctrain.planner.planned_run import PlannedRun, averaging_bytes, description, prepare
+from hpctrain.planner.program.group_schedules import group_schedules
 from hpctrain.planner.program.step_program import exchanged_bytes, predict, split_bytes, step_program
 from hpctrain.planner.simulation.tasks import Compute, Prediction
 from hpctrain_testing import formulas
@@ -82,7 +83,7 @@ def test_batchs_words_are_the_means_of_what_ranks_exchange(name: str, ranks: int
     layers = weighted_layers(task.job.graph_of(1))
     biases = sum(spec.shape[0] for parameter, spec in task.job.specs.items() if parameter.endswith("bias"))
     expected = sum(formulas.batch(layer, ranks).words for layer in layers) + 2 * (ranks - 1) / ranks * biases
-    bytes_of_ranks = averaging_bytes(task, group_schedules(task, LinkModel(0.0, 0.0)))
+    bytes_of_ranks = averaging_bytes(task, group_schedules(task.job, task.candidate, LinkModel(0.0, 0.0)))
     assert mean(bytes_of_ranks) / formulas.WORD_BYTES == pytest.approx(expected, rel=1e-12)
 
 
@@ -148,7 +149,7 @@ def assert_equal_bytes(task: PlannedRun, per_node: int) -> None:
         direction(report.item_bytes) for direction in (report.traffic.bytes_forward, report.traffic.bytes_backward)
     )
     assert split_bytes(program) == sum(forward) + sum(backward)
-    averaged = averaging_bytes(task, group_schedules(task, LinkModel(1e-5, 1e-9), per_node))
+    averaged = averaging_bytes(task, group_schedules(task.job, task.candidate, LinkModel(1e-5, 1e-9), per_node))
     assert exchanged_bytes(program) == sum(forward) + sum(backward) + sum(averaged)
 
 

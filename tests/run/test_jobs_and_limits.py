@@ -36,6 +36,7 @@ from hpctrain.launch.process_end import FINISHED, STOPPED, End
 from hpctrain.launch.threads import ThreadPlan
 from hpctrain.parallel.groups import GridGroups
 from hpctrain.planner import planned_run
+from hpctrain.planner.program.group_schedules import group_schedules
 from hpctrain.run import reproducibility, trace_report
 from hpctrain.run.build import build, build_trainer
 from hpctrain.run.python_job import Stopped
@@ -293,7 +294,7 @@ def test_each_rank_exchanges_what_the_plan_says(file: Path, fc_exchange: str) ->
         return sum(counted.total(name, kind).exchanged_bytes for name in names for kind in kinds)
 
     task = planned_run.prepare(config, 4)
-    planned = planned_run.averaging_bytes(task, planned_run.group_schedules(task, LinkModel(1e-5, 1e-9), 2))
+    planned = planned_run.averaging_bytes(task, group_schedules(task.job, task.candidate, LinkModel(1e-5, 1e-9), 2))
     assert len(set(planned)) > 1
     assert run_virtual(4, program, ranks_per_node=2) == list(planned)
 

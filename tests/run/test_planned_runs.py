@@ -2,7 +2,6 @@
 
 import json
 import shlex
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -41,10 +40,9 @@ from hpctrain.planner.measure.measurement import measure
 from hpctrain.planner.planned_run import (
     PlannedRun,
     averaging_bytes,
-    group_schedules,
     prepare,
 )
-from hpctrain.planner.program.group_schedules import group_strategies
+from hpctrain.planner.program.group_schedules import group_schedules, group_strategies
 from hpctrain.planner.program.step_program import step_program
 from hpctrain.planner.search import configured_search
 from hpctrain.planner.search.configured_search import (
@@ -56,7 +54,6 @@ from hpctrain.planner.search.configured_search import (
     is_here,
     on_any_grid,
     overrides,
-    plot,
     ranks_per_node_choices,
     run_search,
     search_layouts,
@@ -104,7 +101,7 @@ def test_planned_schedules_are_those_of_the_ranks(
 ) -> None:
     task = task_of(strategy, f"optimizer={{name: {optimizer}, lr: 0.1}}", f"grid.rows={rows}", ranks=ranks)
     found = run_virtual(ranks, lambda comm: agreed(task, comm), ranks_per_node=per_node)
-    planned = group_schedules(task, LinkModel(1e-5, 1e-9), per_node)
+    planned = group_schedules(task.job, task.candidate, LinkModel(1e-5, 1e-9), per_node)
     for row, schedules in found:
         assert {each.group: (each.schedule, each.order) for each in planned if row in each.split_ranks} == schedules
 
@@ -113,7 +110,7 @@ def test_planned_schedules_are_those_of_the_ranks(
 def test_frozen_layers_are_in_no_schedule(rows: int) -> None:
     frozen = "init.freeze=['features.*', classifier.0]"
     task = task_of(STRATEGIES[2], f"grid.rows={rows}", frozen, ranks=4)
-    planned = group_schedules(task, LinkModel(1e-5, 1e-9))
+    planned = group_schedules(task.job, task.candidate, LinkModel(1e-5, 1e-9))
     names = {name for each in planned if each.schedule for piece in each.schedule.slices for name in piece.parameters}
     assert names == {f"classifier.{place}.{role}" for place in (3, 6) for role in ("weight", "bias")}
     for row, schedules in run_virtual(4, lambda comm: agreed(task, comm)):
@@ -148,7 +145,7 @@ def agreed(task: PlannedRun, comm: ThreadCommunicator) -> tuple[int, Agreed]:
 
 def test_bytes_of_all_ranks_are_those_of_an_allreduce_where_nothing_is_split() -> None:
     task = task_of("averager=blocking", "plan.features.*=batch", "plan.classifier.*=batch", ranks=5)
-    (group,) = group_schedules(task, LinkModel(0.0, 0.0))
+    (group,) = group_schedules(task.job, task.candidate, LinkModel(0.0, 0.0))
     assert sum(averaging_bytes(task, [group])) == 4 * 2 * (5 - 1) * group.elements
 
 
@@ -543,11 +540,11 @@ def test_a_kept_grid_must_be_one_of_the_ranks(ranks: int, words: str) -> None:
         space_of(kept)
 
 
-def points(averager: str = "sharded", seconds: tuple[float, ...] = (0.5, 0.6, 0.9), batch: int = 32) -> list[SimulatedPoint]:
+def points() -> list[SimulatedPoint]:
     """Weak scaling over 1, 2 and 4 ranks."""
     return [
-        SimulatedPoint(averager, 2**k, batch * 2**k, (1, 2**k), predictions.prediction(value, 0.1 * k))
-        for k, value in enumerate(seconds)
+        SimulatedPoint("sharded", 2**k, 32 * 2**k, (1, 2**k), predictions.prediction(value, 0.1 * k))
+        for k, value in enumerate((0.5, 0.6, 0.9))
     ]
 
 
@@ -580,18 +577,6 @@ def test_the_trace_begins_at_0_and_says_that_it_is_simulated(tmp_path: Path) -> 
     assert names == ["simulated: first split rank", "simulated: second split rank"]
     times = [event["ts"] for event in content["traceEvents"] if event["ph"] != "M"]
     assert (min(times), max(times)) == (0.0, pytest.approx(4001.0))
-
-
-def test_curves_are_a_picture_of_their_own(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    path = plot(tmp_path / "curves.png", [*points(), *points("blocking", (0.5, 0.8, 1.4))], "simulated: small")
-    assert path.read_bytes().startswith(b"\x89PNG")
-
-
-def test_without_matplotlib_there_is_no_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert plot(tmp_path / "curves.png", points(), "simulated: small") is None
-    assert not list(tmp_path.iterdir())
 
 
 TWO_ROWS = ("model={name: vgg11, width: 0.05}", "batch=14", "backend=numpy", "grid.rows=2", "grid.cols=1")

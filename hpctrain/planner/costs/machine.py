@@ -163,7 +163,6 @@ class Machine:
     between: Link
     ranks_per_card: int
     rates: Mapping[OperatorClass, OperatorRate]
-    concurrency: Mapping[OperatorClass, float] = field(default_factory=dict)
     description: str = ""
     sources: Mapping[str, str] = field(default_factory=dict)
     single_thread_rates: Mapping[OperatorClass, OperatorRate] = field(default_factory=dict)
@@ -248,7 +247,6 @@ class Machine:
             rates={
                 kind: origin._rate(kind, ranks_per_node, threads) for kind in origin.rates if kind in origin.single_thread_rates
             },
-            concurrency={},
             origin=origin,
         )
 

@@ -106,17 +106,6 @@ class RatesFields(Section):
         return {kind: fields.rate() for kind in OperatorClass if (fields := getattr(self, kind)) is not None}
 
 
-class ConcurrencyFields(Section):
-    """Slowdown of operators while all ranks of a node compute, compared with one rank alone."""
-
-    convolution: Number = Field(default=1.0, gt=0, description="Factor for convolutions.")
-    product: Number = Field(default=1.0, gt=0, description="Factor for linear layers.")
-    memory: Number = Field(default=1.0, gt=0, description="Factor for memory-bound operators.")
-    convolution_bfloat16: Number = Field(default=1.0, gt=0, description="Factor for convolutions in bfloat16.")
-    product_bfloat16: Number = Field(default=1.0, gt=0, description="Factor for linear layers between activations in bfloat16.")
-    memory_bfloat16: Number = Field(default=1.0, gt=0, description="Factor for memory-bound operators in bfloat16.")
-
-
 class MachineFields(Section):
     """Content of a machine file, without the sources."""
 
@@ -136,7 +125,6 @@ class MachineFields(Section):
     node_bytes_per_second: Number | None = Field(
         default=None, gt=0, description="Number of bytes that all cores of a node together read and write per second."
     )
-    concurrency: ConcurrencyFields = Field(default_factory=ConcurrencyFields, description="Slowdown while all ranks compute.")
 
     @model_validator(mode="after")
     def _cards(self) -> MachineFields:
@@ -152,7 +140,6 @@ class MachineFields(Section):
 
     def machine(self, sources: dict[str, str]) -> Machine:
         """Return the `Machine` with these values."""
-        slowed = self.concurrency.model_fields_set
         return Machine(
             name=self.name,
             nodes=self.nodes,
@@ -165,7 +152,6 @@ class MachineFields(Section):
             rates=self.rates.rates(),
             single_thread_rates={} if self.single_thread_rates is None else self.single_thread_rates.rates(),
             node_bytes_per_second=self.node_bytes_per_second or math.inf,
-            concurrency={name: getattr(self.concurrency, name) for name in OperatorClass if name in slowed},
             description=self.description,
             sources=sources,
         )
@@ -211,6 +197,8 @@ def parse(text: str, label: str = "machine") -> Machine:
         ConfigError: the text is invalid; one sentence per fault.
     """
     data, places = read_yaml(text, label)
+    if isinstance(data, dict):
+        data.pop("concurrency", None)  # of files that earlier versions wrote
     reader = _Reader(places)
     values = reader.section(MachineFields, data, (), "")
     source = Source(label, reader.places)
@@ -240,12 +228,11 @@ def write(path: str | Path, machine: Machine) -> None:
 def text(machine: Machine) -> str:
     """Return the text of a machine's file."""
     values = {key: value for key, value in asdict(machine).items() if key != "sources"}
-    values["concurrency"] = {str(name): value for name, value in values["concurrency"].items()}
     for key in ("rates", "single_thread_rates"):
         values[key] = {
             str(name): {field: value for field, value in rate.items() if value is not None} for name, rate in values[key].items()
         }
-    defaults = {"single_thread_rates": {}, "concurrency": {}, "node_bytes_per_second": math.inf}
+    defaults = {"single_thread_rates": {}, "node_bytes_per_second": math.inf}
     values = {key: value for key, value in values.items() if key not in defaults or value != defaults[key]}
     order = {key: _plain(values[key]) for key in MachineFields.model_fields if key in values}
     with_sources = _with_sources(MachineFields, order, machine, "")

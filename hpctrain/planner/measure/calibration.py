@@ -271,7 +271,7 @@ def calibrate(
     kinds = max(1, (layout.nodes > 1) + (layout.ranks_per_node > 1))
     within, within_source = _within(comm, progress, layout, source, _LINKS_SHARE * seconds / kinds)
     between, ranks_per_card, sources = _between(comm, progress, layout, source, _LINKS_SHARE * seconds / kinds)
-    rates, concurrency = _rates(comm, progress, measure_rates)
+    rates = _slowest(comm.allgather_object(measure_rates(_barrier(comm, progress))))
     on_first_node = [rank_facts for rank_facts, number in zip(of_all, layout.node_of, strict=True) if number == layout.node_of[0]]
     cores = physical_cores(frozenset().union(*(rank_facts.cores for rank_facts in on_first_node)))
     machine = Machine(
@@ -284,7 +284,6 @@ def calibrate(
         between=between,
         ranks_per_card=ranks_per_card,
         rates=rates,
-        concurrency=concurrency,
         description=f"{counted(layout.nodes, 'node')} of {counted(layout.ranks_per_node, 'rank')}, {facts.processor}",
         sources={
             **dict.fromkeys(("nodes", "ranks_per_node"), f"the job that calibrated on {when}"),
@@ -294,7 +293,6 @@ def calibrate(
             **within_source,
             **sources,
             "rates": f"{source}, all ranks of a node computing",
-            "concurrency": f"{source}" if layout.ranks_per_node > 1 else "one rank per node, so nothing slows it down",
         },
     )
     threads = machine.threads_per_rank
@@ -303,17 +301,6 @@ def calibrate(
     # Parsing the text gives every number its source, as reading the file does.
     answer: Machine = comm.broadcast_object(machine_file.parse(machine_file.text(machine)))
     return answer
-
-
-def _rates(
-    comm: Communicator, progress: ProgressEngine, measure_rates: MeasureRates
-) -> tuple[dict[OperatorClass, OperatorRate], dict[OperatorClass, float]]:
-    """Return the rates of the slowest rank while all ranks compute, and the slowdown compared with rank 0 alone."""
-    together = comm.allgather_object(measure_rates(_barrier(comm, progress)))
-    alone = comm.broadcast_object(measure_rates(lambda: None) if comm.rank == 0 and comm.size > 1 else together[0])
-    rates = _slowest(together)
-    slowed = {kind: max(1.0, _speed(alone[kind], kind) / _speed(rates[kind], kind) if comm.size > 1 else 1.0) for kind in rates}
-    return rates, slowed
 
 
 def _with_thread_rates(
@@ -349,10 +336,6 @@ def _barrier(comm: Communicator, progress: ProgressEngine) -> Callable[[], None]
 def _slowest(rates_of_ranks: Sequence[Mapping[OperatorClass, OperatorRate]]) -> dict[OperatorClass, OperatorRate]:
     """Return the lowest rates and the longest call of any rank, by class."""
     return {kind: slowest_rate([rates[kind] for rates in rates_of_ranks]) for kind in rates_of_ranks[0]}
-
-
-def _speed(rate: OperatorRate, kind: OperatorClass) -> float:
-    return rate.bytes_per_second if _is_memory(kind) else rate.flops_per_second
 
 
 def _within(

@@ -9,16 +9,13 @@ weak scaling (a constant batch per rank), R0 T(R0) / (R T(R)) for strong scaling
 
 from __future__ import annotations
 
-import contextlib
-import io
 import math
 import shlex
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from hpctrain.comm.progress import ProgressMode
 from hpctrain.config.load import dump, flow
 from hpctrain.config.schema import AveragerConfig, Config, GridConfig, PlanConfig
 from hpctrain.core.errors import ConfigError, HpctrainError
@@ -31,10 +28,10 @@ from hpctrain.planner.costs.operator_times import OperatorTimes, Setting, cache_
 from hpctrain.planner.job import Candidate
 from hpctrain.planner.planned_run import PlannedRun, prepare
 from hpctrain.planner.program.step_program import predict
-from hpctrain.planner.search.search import UNCERTAIN_SHARE, SearchResult, search, short_seconds
+from hpctrain.planner.search.search import UNCERTAIN_SHARE, SearchResult, search
 from hpctrain.planner.search.search_space import configured_space, kept_sections
 from hpctrain.planner.simulation.tasks import Prediction, SimulationOptions
-from hpctrain.storage.atomic_write import replacing, write_bytes
+from hpctrain.storage.atomic_write import replacing
 from hpctrain.trace.chrome import ChromeTrace
 
 
@@ -313,8 +310,6 @@ def resolved(config: Config, ranks: int | None, machine: str | None, image: Imag
 
 Mode = Literal["weak", "strong"]
 
-_MOST_LEVEL_LABELS = 6  # labels of an axis are rotated if there are more
-
 
 @dataclass(frozen=True)
 class SimulatedPoint:
@@ -427,34 +422,6 @@ def run(study: SimulatedStudy) -> list[SimulatedPoint]:
     return points
 
 
-def ranks_advice(task: PlannedRun, machine: Machine, image: ImageShape | None = None, classes: int | None = None) -> str:
-    """Simulate steps of the same batch on half and on twice as many ranks; return a sentence with the step times and advice.
-
-    The grids keep the configured number of rows. A number of ranks that cannot run the job or has too little memory is left out;
-    if none remains, "" is returned.
-    """
-    here = task.plan.rows * task.plan.cols
-    machine = machine.with_threads(configured_threads(task.config))
-    open_columns = task.config.grid.model_copy(update={"cols": None})
-    config = task.config.model_copy(update={"grid": open_columns})
-    options = SimulationOptions(progress=ProgressMode(config.progress))
-    seconds = {}
-    for ranks in (here // 2, here, 2 * here):
-        with contextlib.suppress(HpctrainError):
-            (point,) = run(SimulatedStudy({"": config}, (ranks,), "strong", machine, {}, options, image, classes))
-            if ranks == here or point.prediction.memory_bytes <= machine.memory_bytes:
-                seconds[ranks] = point.step_seconds
-    others = [f"{short_seconds(seconds[ranks])} on {ranks:,}" for ranks in seconds if ranks != here]
-    if here not in seconds or not others:
-        return ""
-    best = min(seconds, key=seconds.__getitem__)
-    advice = "this number is the fastest of them" if best == here else f"{'more' if best > here else 'fewer'} ranks are faster"
-    return (
-        f"By the model of machine {machine.name}, a step takes {short_seconds(seconds[here])} on {counted(here, 'rank')}, "
-        f"{' and '.join(others)}: {advice}."
-    )
-
-
 def facts(study: SimulatedStudy, points: Sequence[SimulatedPoint]) -> dict[str, Any]:
     """Return the study as plain data. Efficiency is relative to the first point of the same averager."""
     return {
@@ -485,60 +452,6 @@ def by_averager(points: Sequence[SimulatedPoint]) -> dict[str, list[SimulatedPoi
     return {
         name: [point for point in points if point.averager == name] for name in dict.fromkeys(point.averager for point in points)
     }
-
-
-def plot(path: Path, points: Sequence[SimulatedPoint], title: str) -> Path | None:
-    """Plot images per second and step time over ranks, a line for each averager. Return the path; None without matplotlib."""
-    figure = new_figure(10, 4.2)
-    if figure is None:
-        return None
-    rates, times = figure.subplots(1, 2)
-    ranks = sorted({point.ranks for point in points})
-    ideal = [points[0].images_per_second * count / points[0].ranks for count in ranks]
-    rates.plot(ranks, ideal, "--", color="0.6", label="ideal")
-    _draw(rates, points, lambda point: point.images_per_second, "-o", "")
-    _draw(times, points, lambda point: point.step_seconds * 1e3, "-o", "")
-    _draw(times, points, lambda point: point.exposed_seconds * 1e3, ":o", ", exposed")
-    rates.set(ylabel="images/s, simulated", yscale="log")
-    times.set(ylabel="ms per step, simulated", yscale="log")
-    for axes in (rates, times):
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(ranks, [str(count) for count in ranks], rotation=60 if len(ranks) > _MOST_LEVEL_LABELS else 0)
-        axes.minorticks_off()
-        axes.set_xlabel("ranks")
-        axes.legend(fontsize="small")
-    figure.suptitle(title, fontsize="medium")
-    return save_figure(path, figure)
-
-
-def new_figure(width: float, height: float) -> Any:
-    """Return an empty matplotlib figure of this size in inches, which needs no display; None without matplotlib."""
-    try:
-        from matplotlib import rcParams
-        from matplotlib.figure import Figure
-    except ImportError:
-        return None
-    rcParams["text.parse_math"] = False  # otherwise a $ in a name would start a formula
-    return Figure((width, height), layout="constrained")
-
-
-def save_figure(path: Path, figure: Any) -> Path:
-    """Write a figure as PNG, and return the path.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
-    picture = io.BytesIO()
-    figure.savefig(picture, dpi=150, format="png")
-    write_bytes(path, picture.getvalue())
-    return path
-
-
-def _draw(axes: Any, points: Sequence[SimulatedPoint], value: Callable[[SimulatedPoint], float], style: str, suffix: str) -> None:
-    """Draw a line for each averager, with one colour per averager. Omit zeros, because the axis is logarithmic."""
-    for number, (name, line) in enumerate(by_averager(points).items()):
-        numbers = [point.ranks for point in line], [value(point) or float("nan") for point in line]
-        axes.plot(*numbers, style, color=f"C{number}", markersize=4, label=f"{name}{suffix}")
 
 
 def keys_of(candidate: Candidate) -> dict[str, Any]:

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 
-import numpy as np
-
 from hpctrain.averaging.collective_schedule import EventKind
 from hpctrain.comm.progress import ProgressMode
 from hpctrain.core.errors import ConfigError, DeadlockError
@@ -63,7 +61,6 @@ class StepTasks:
         self._numbers: dict[str, int] = {}
         self._exchanges: dict[int, Posted] = {}
         self._message: Posted | None = None
-        self._random = np.random.default_rng((options.seed, process.place.first_rank)) if options.jitter > 0 else None
         self._stages: dict[tuple[str, int, int | None], tuple[CollectiveStage, ...]] = {}
         self._do: dict[type[Task], Callable[..., Stretch]] = {
             Happens: self._happens,
@@ -101,15 +98,10 @@ class StepTasks:
                 yield from do[type(task)](task)
                 continue
             begin = self._loop.now
-            yield from process.work(self._seconds(task.seconds))
+            yield from process.work(task.seconds)
             process.recorder.add(task.category, task.row, begin, self._loop.now)
             if task.polls and polls_between and process.busy:
                 yield from process.poll()
-
-    def _seconds(self, seconds: float) -> float:
-        if self._random is None:
-            return seconds
-        return seconds * max(0.0, 1.0 + self._options.jitter * float(self._random.standard_normal()))
 
     # -- averaging ---------------------------------------------------------------------------------------------------------------
 
@@ -195,7 +187,7 @@ def simulate(program: StepProgram, machine: Machine, options: SimulationOptions 
     the operations of the groups' schedules.
 
     Raises:
-        ConfigError: the job does not have one of the slow ranks, or there are too many ranks for slow ranks or jitter.
+        ConfigError: the job does not have one of the slow ranks, or there are too many ranks for slow ranks.
         DeadlockError: ranks wait for each other forever.
     """
     options = options or SimulationOptions()
@@ -206,8 +198,7 @@ def simulate(program: StepProgram, machine: Machine, options: SimulationOptions 
                 f"Slow rank {rank} does not exist: the job has ranks 0 to {size - 1}; the nearest one is "
                 f"{min(max(rank, 0), size - 1)}."
             )
-    single = bool(options.slow) or options.jitter > 0
-    return _Simulation(program, machine, options, places(program, machine.ranks_per_node, single=single)).run()
+    return _Simulation(program, machine, options, places(program, machine.ranks_per_node, single=bool(options.slow))).run()
 
 
 class _Simulation:
@@ -264,8 +255,7 @@ class _Simulation:
         """
         result: dict[str, Events] = {}
         for place, recorded in zip(self._places, events, strict=True):
-            single = bool(self._options.slow) or self._options.jitter > 0
-            result.setdefault(f"rank {place.first_rank}" if single else place.rank_class.name, recorded)
+            result.setdefault(f"rank {place.first_rank}" if self._options.slow else place.rank_class.name, recorded)
         return result
 
     def _stuck(self) -> str:

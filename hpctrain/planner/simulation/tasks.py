@@ -172,14 +172,11 @@ class SimulationOptions:
         progress: mode of progress of messages while kernels run.
         steps: number of simulated steps; only the last one counts, when all pipelines are full.
         slow: factor by which the computation of a rank takes longer, by world rank. It splits classes of ranks.
-        jitter: relative deviation of operator times. It splits classes of ranks.
     """
 
     progress: ProgressMode = ProgressMode.TEST
     steps: int = 4
     slow: Mapping[int, float] = field(default_factory=dict)
-    jitter: float = 0.0
-    seed: int = 0
 
 
 @dataclass(frozen=True)

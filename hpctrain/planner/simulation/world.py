@@ -59,8 +59,8 @@ def places(program: StepProgram, ranks_per_node: int, *, single: bool = False) -
     size, height = program.placements.all_ranks.ranks, program.placements.split.ranks
     if single and size > MOST_SINGLE_RANKS:
         raise ConfigError(
-            f"Slow ranks and jitter are simulated rank by rank, which is limited to {MOST_SINGLE_RANKS} ranks, but the job has "
-            f"{size:,}; omit them, or simulate {MOST_SINGLE_RANKS} ranks."
+            f"With slow ranks, each rank is simulated, which is limited to {MOST_SINGLE_RANKS} ranks, but the job has {size:,}; "
+            f"omit them, or simulate {MOST_SINGLE_RANKS} ranks."
         )
     classes = class_of_ranks(program)
     if single:

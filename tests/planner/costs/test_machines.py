@@ -102,11 +102,12 @@ def test_an_installed_machine_is_found_by_its_name_and_every_number_has_a_source
         numbers |= {
             f"{section}.{kind}.{key}" for kind, rate in rates.items() for key, speed in vars(rate).items() if speed is not None
         }
-    numbers |= {f"concurrency.{kind}" for kind in machine.concurrency}
     numbers |= {"node_bytes_per_second"} if math.isfinite(machine.node_bytes_per_second) else set()
     assert set(machine.sources) == numbers
     assert all(len(source.split()) >= 2 for source in machine.sources.values())
     assert machine_file.parse(machine_file.text(machine)) == machine
+    removed = "concurrency: {source: measured, memory: 1.5}\n"  # of files of version 0.1.0
+    assert machine_file.parse(machine_file.text(machine) + removed) == machine
 
 
 def test_installed_machines_are_named() -> None:
@@ -156,7 +157,6 @@ def machines(draw: st.DrawFn, least_cores: float = 0.01) -> Machine:
         draw(links()),
         draw(st.integers(1, ranks)),
         rates,
-        draw(st.just({}) | st.just({OperatorClass.CONVOLUTION: 1.25})),
         draw(st.sampled_from(["", "words: and more"])),
         single_thread_rates=draw(operator_rates()) if least_cores >= 2 or (cores >= 2 and draw(st.booleans())) else {},
         node_bytes_per_second=draw(st.floats(1, 1e15) | st.just(math.inf)),

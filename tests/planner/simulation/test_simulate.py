@@ -202,15 +202,6 @@ def test_a_slow_rank_holds_all_up() -> None:
     assert set(slow.events) == {f"rank {rank}" for rank in range(4)}
 
 
-def test_jitter_follows_from_its_seed() -> None:
-    step = program([(4, tasks(SECONDS))], SIZES, sharded(SIZES, 4))
-
-    def seconds(seed: int) -> float:
-        return simulate(step, MACHINE, SimulationOptions(jitter=0.1, seed=seed)).seconds
-
-    assert seconds(3) == seconds(3) != seconds(4)
-
-
 def test_random_schedules_end() -> None:
     draw = random.Random(11)
     for _ in range(20):
