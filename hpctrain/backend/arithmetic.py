@@ -133,24 +133,10 @@ class DeviceLinks(Protocol):
         """Abandon all pending work. No method may be called afterwards."""
 
 
-class DeviceGroup(Protocol):
-    """A device's membership in a group.
-
-    Attributes:
-        links: links to all devices of the group, itself included, on a stream of this process.
-    """
-
-    links: DeviceLinks
-
-    def wait_for_kernels(self) -> None:
-        """Make later work of the links wait for all kernels enqueued so far. The host does not wait."""
-
-    def mark(self) -> WorkMark:
-        """Return a mark after all work of the links enqueued so far."""
-
-
 class DeviceMessages(Protocol):
     """Service for transports that access a device's memory directly: marks of the device's work, and groups of devices.
+
+    All groups of a process share one stream, so that two groups cannot deadlock by waiting for each other.
 
     Attributes:
         identity: name of the device, unique over all nodes.
@@ -161,14 +147,19 @@ class DeviceMessages(Protocol):
     def mark(self) -> WorkMark:
         """Return a mark after all kernels enqueued so far."""
 
+    def wait_for_kernels(self) -> None:
+        """Make later work of the links wait for all kernels enqueued so far. The host does not wait."""
+
+    def mark_links(self) -> WorkMark:
+        """Return a mark after all work of the links enqueued so far."""
+
     def group_fault(self) -> str | None:
         """Return the reason why this device cannot join a group, as a clause; None if it can."""
 
-    def join(self, peers: Peers) -> DeviceGroup:
-        """Join a group of the peers' devices, and return this device's membership. Collective over `peers`.
+    def join(self, peers: Peers) -> DeviceLinks:
+        """Join a group of the peers' devices, and return the links to them, this device included. Collective over `peers`.
 
-        Waits for all peers. All groups of a process share one stream, so that two groups cannot deadlock by waiting for each
-        other.
+        Waits for all peers.
         """
 
 

@@ -23,7 +23,7 @@ from typing import Literal
 
 import numpy as np
 
-from hpctrain.backend.arithmetic import Arithmetic, DeviceGroup, DeviceMessages, HostMirrors, Transit, WorkMark
+from hpctrain.backend.arithmetic import Arithmetic, DeviceLinks, DeviceMessages, HostMirrors, WorkMark
 from hpctrain.comm.base import Array, Communicator, ForwardingCommunicator, GradientSums, Handle, piece
 from hpctrain.comm.groups import TwoLevel
 from hpctrain.comm.order import InOrder, OrderedOperation
@@ -31,13 +31,14 @@ from hpctrain.comm.sums import PartSums
 from hpctrain.core.errors import BackendError
 
 _Intervals = list[tuple[int, int]]
+_Post = Callable[[], Handle]
 
 
 class StagedOperation(OrderedOperation):
     """`LateHandle` of an operation on device arrays, posted once the device has finished the work before it.
 
     Args:
-        transit: copies of the operation's arrays to the host.
+        ready: whether the device has finished the work before it.
         post: function that posts the operation.
         finish: callback, called when the operation is complete.
         text: name of the operation, for messages before it is posted.
@@ -47,18 +48,18 @@ class StagedOperation(OrderedOperation):
         operation: the posted operation, for the flight record; "" before it is posted.
     """
 
-    __slots__ = ("_finished", "_text", "_transit", "operation")
+    __slots__ = ("_finished", "_is_ready", "_text", "operation")
 
     def __init__(
-        self, order: InOrder, transit: Transit, post: Callable[[], Handle], finish: Callable[[], None], text: str, finished: str
+        self, order: InOrder, ready: Callable[[], bool], post: _Post, finish: Callable[[], None], text: str, finished: str
     ) -> None:
         super().__init__(order, post, finish)
         self.operation = ""
-        self._transit, self._text, self._finished = transit, text, finished
+        self._is_ready, self._text, self._finished = ready, text, finished
         order.add(self)
 
     def ready(self) -> bool:
-        return self._transit.on_host()
+        return self._is_ready()
 
     def begin(self) -> None:
         super().begin()
@@ -69,7 +70,7 @@ class StagedOperation(OrderedOperation):
             return f"{self._text}, {self._finished}"
         if self.handle is not None:
             return str(self.handle)
-        waits_for = "its turn after operations that wait for the device" if self._transit.on_host() else "the device"
+        waits_for = "its turn after operations that wait for the device" if self._is_ready() else "the device"
         return f"{self._text}, waiting for {waits_for}"
 
 
@@ -120,7 +121,7 @@ class StagedSums:
                 arriving = array, [(begin, end) for begin, end in arrives if begin < end]
         transit = self._mirrors.leave(leaving)
         copy_back = partial(self._mirrors.arrive, transit, *arriving)
-        return StagedOperation(self._order, transit, partial(post, *mirrors), copy_back, text, "on its way to the device")
+        return StagedOperation(self._order, transit.on_host, partial(post, *mirrors), copy_back, text, "on its way to the device")
 
 
 class StagedCommunicator(StagedSums, ForwardingCommunicator):
@@ -171,20 +172,6 @@ class StagedCommunicator(StagedSums, ForwardingCommunicator):
 
     def wrap(self, part: Communicator) -> Communicator:
         return StagedCommunicator(part, self._mirrors)
-
-
-class _AfterKernels:
-    """`Transit` of arrays that stay on the device.
-
-    Args:
-        mark: mark after the last kernel that must finish first; None: no kernel.
-    """
-
-    def __init__(self, mark: WorkMark | None) -> None:
-        self._mark = mark
-
-    def on_host(self) -> bool:
-        return self._mark is None or self._mark.done
 
 
 class DeviceMpiCommunicator(ForwardingCommunicator):
@@ -243,15 +230,15 @@ class DeviceMpiCommunicator(ForwardingCommunicator):
         assert self._sums is not None, f"{self.name} does not sum device arrays"
         return self._sums
 
-    def _start(self, post: Callable[[], Handle], operation: str, array: Array | None = None) -> Handle:
+    def _start(self, post: _Post, operation: str, array: Array | None = None) -> Handle:
         """Start the next operation.
 
         Args:
             array: array that determines its size and location; None: the operation has no array.
         """
-        mark = None if array is None or isinstance(array, np.ndarray) else self._messages.mark()
+        mark = None if array is None or isinstance(array, np.ndarray) else self._messages.mark()  # after the kernels before it
         text = operation if array is None else f"{operation} of {array.size} elements"
-        return StagedOperation(self._order, _AfterKernels(mark), post, lambda: None, text, "complete")
+        return StagedOperation(self._order, lambda: mark is None or mark.done, post, lambda: None, text, "complete")
 
 
 def over_mpi(inner: Communicator, arithmetic: Arithmetic) -> DeviceMpiCommunicator:
@@ -270,11 +257,11 @@ class NcclHandle:
     `test` raises a BackendError if NCCL has failed in the background, for example because a rank is lost.
     """
 
-    __slots__ = ("_group", "_mark", "_text")
+    __slots__ = ("_links", "_mark", "_text")
 
-    def __init__(self, group: DeviceGroup, text: str) -> None:
-        self._group, self._text = group, text
-        self._mark: WorkMark | None = group.mark()
+    def __init__(self, links: DeviceLinks, mark: WorkMark, text: str) -> None:
+        self._links, self._text = links, text
+        self._mark: WorkMark | None = mark
 
     def test(self) -> bool:
         if self._mark is None:
@@ -282,7 +269,7 @@ class NcclHandle:
         if self._mark.done:
             self._mark = None
             return True
-        fault = self._group.links.fault()
+        fault = self._links.fault()
         if fault is not None:
             raise BackendError(f"NCCL failed in {self._text}: {fault}; start again with --resume, or set transport to staged.")
         return False
@@ -301,16 +288,17 @@ class NcclCommunicator(ForwardingCommunicator):
 
     Args:
         inner: communicator of the same ranks that copies device arrays through the host.
+        links: links to the devices of these ranks.
     """
 
-    def __init__(self, inner: Communicator, arithmetic: Arithmetic, group: DeviceGroup) -> None:
+    def __init__(self, inner: Communicator, arithmetic: Arithmetic, messages: DeviceMessages, links: DeviceLinks) -> None:
         super().__init__(inner)
-        self._arithmetic, self._group, self._links = arithmetic, group, group.links
+        self._arithmetic, self._messages, self._links = arithmetic, messages, links
 
     def iallreduce(self, buffer: Array) -> Handle:
         if isinstance(buffer, np.ndarray):
             return self.inner.iallreduce(buffer)
-        self._group.wait_for_kernels()
+        self._messages.wait_for_kernels()
         if buffer.size:
             self._links.sum_to_all(buffer)
         return self._enqueued("allreduce", buffer)
@@ -323,7 +311,7 @@ class NcclCommunicator(ForwardingCommunicator):
         if isinstance(send, np.ndarray):
             return self.inner.ireduce_scatter(send, recv, counts)
         assert (send.size, recv.size) == (sum(counts), counts[self.rank])
-        self._group.wait_for_kernels()
+        self._messages.wait_for_kernels()
         with self._links.together():
             for root, count in enumerate(counts):
                 if count:
@@ -337,7 +325,7 @@ class NcclCommunicator(ForwardingCommunicator):
         assert recv.size == sum(counts)
         if send is not None:
             self._arithmetic.copy(piece(recv, counts, self.rank), send.reshape(-1))
-        self._group.wait_for_kernels()
+        self._messages.wait_for_kernels()
         with self._links.together():
             for root, count in enumerate(counts):
                 if count:
@@ -348,7 +336,7 @@ class NcclCommunicator(ForwardingCommunicator):
         if isinstance(send, np.ndarray):
             return self.inner.ialltoall(send, recv, send_counts, recv_counts)
         self._arithmetic.copy(piece(recv, recv_counts, self.rank), piece(send, send_counts, self.rank))
-        self._group.wait_for_kernels()
+        self._messages.wait_for_kernels()
         with self._links.together():
             for other in range(self.size):
                 if other != self.rank and send_counts[other]:
@@ -360,7 +348,7 @@ class NcclCommunicator(ForwardingCommunicator):
     def ibroadcast(self, buffer: Array, root: int) -> Handle:
         if isinstance(buffer, np.ndarray):
             return self.inner.ibroadcast(buffer, root)
-        self._group.wait_for_kernels()
+        self._messages.wait_for_kernels()
         if buffer.size:
             self._links.broadcast(buffer, root)
         return self._enqueued("broadcast", buffer)
@@ -373,7 +361,7 @@ class NcclCommunicator(ForwardingCommunicator):
         self.inner.abort(code)
 
     def _enqueued(self, operation: str, array: Array) -> Handle:
-        return NcclHandle(self._group, f"{operation} of {array.size} elements")
+        return NcclHandle(self._links, self._messages.mark_links(), f"{operation} of {array.size} elements")
 
 
 def over_nccl(inner: Communicator, arithmetic: Arithmetic) -> NcclCommunicator:
@@ -390,7 +378,7 @@ def joined(inner: Communicator, arithmetic: Arithmetic) -> NcclCommunicator:
     messages, peers = arithmetic.messages(), inner.split(0, inner.rank, f"{inner.name} devices")
     assert messages is not None, "the arrays lie on a device"
     assert peers is not None
-    return NcclCommunicator(inner, arithmetic, messages.join(peers))
+    return NcclCommunicator(inner, arithmetic, messages, messages.join(peers))
 
 
 def group_fault(world: Communicator, messages: DeviceMessages) -> str | None:

@@ -211,7 +211,7 @@ class _TwoRanks:
         self.expected = self.run()
         self.places: dict[str, list[int]] = {}
         for number, text in enumerate(self._made[0].waits):
-            if "CudaMark" in text or "CudaGroup" in text:
+            if "CudaMark" in text or "CudaMessages" in text:
                 self.places.setdefault(text.rpartition(" at ")[2], []).append(number)
 
     def run(self, seed: int = 0, ignored_wait: int | None = None) -> list[np.ndarray]:
@@ -441,26 +441,19 @@ class _NeverDone:
     done = False
 
 
-class _Group:
-    def __init__(self) -> None:
-        self.links, self.last = _Links(), _NeverDone()
-
-    def mark(self) -> _NeverDone:
-        return self.last
-
-
 def test_texts_and_faults() -> None:
-    group: Any = _Group()
-    handle = NcclHandle(group, "allreduce of 3 elements")
+    links: Any = _Links()
+    last = _NeverDone()
+    handle = NcclHandle(links, last, "allreduce of 3 elements")
     assert not handle.test()
     assert str(handle) == "allreduce of 3 elements, enqueued, waiting for the device or its peers"
-    group.links.failed = "NCCL_ERROR_SYSTEM_ERROR: remote process exited"
+    links.failed = "NCCL_ERROR_SYSTEM_ERROR: remote process exited"
     message = (
         r"^NCCL failed in allreduce of 3 elements: NCCL_ERROR_SYSTEM_ERROR: remote process exited; start again with --resume"
     )
     with pytest.raises(BackendError, match=message):
         handle.test()
-    group.last.done = True
+    last.done = True
     assert handle.test()
     assert str(handle) == "allreduce of 3 elements, complete"
 
@@ -474,10 +467,11 @@ def test_an_abort_drops_what_is_on_its_way_first(emulated_device: EmulatedDevice
         def abort(self, code: int) -> None:
             calls.append(code)
 
-    group: Any = _Group()
-    group.links.calls = calls
+    links: Any = _Links()
+    links.calls = calls
     inner: Any = Inner()
-    comm = NcclCommunicator(inner, CudaKernelSet(_runtime(emulated_device(0))).arithmetic, group)
+    arithmetic = CudaKernelSet(_runtime(emulated_device(0))).arithmetic
+    comm = NcclCommunicator(inner, arithmetic, arithmetic.messages(), links)
     comm.abort(3)
     assert calls == ["abort", 3]
 

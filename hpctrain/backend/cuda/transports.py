@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -167,23 +168,6 @@ class CudaMark:
         return self._event is None
 
 
-class CudaGroup:
-    """Implements `DeviceGroup`."""
-
-    def __init__(self, runtime: CudaRuntime, links: DeviceLinks, stream: DeviceStream, pool: EventPool) -> None:
-        self.links: DeviceLinks = links
-        self._runtime, self._stream, self._pool = runtime, stream, pool
-
-    def wait_for_kernels(self) -> None:
-        event = self._pool.take()
-        self._runtime.stream.record(event)
-        self._stream.wait(event)
-        self._pool.give_back(event)
-
-    def mark(self) -> CudaMark:
-        return CudaMark(self._pool, self._stream)
-
-
 class CudaMessages:
     """Implements `DeviceMessages` on one device."""
 
@@ -191,16 +175,25 @@ class CudaMessages:
         self.identity = runtime.device.identity
         self._runtime = runtime
         self._pool = EventPool(runtime)
-        self._stream: DeviceStream | None = None
+
+    @cached_property
+    def _links_stream(self) -> DeviceStream:
+        return self._runtime.device.stream("between devices")
 
     def mark(self) -> CudaMark:
         return CudaMark(self._pool, self._runtime.stream)
 
+    def wait_for_kernels(self) -> None:
+        event = self._pool.take()
+        self._runtime.stream.record(event)
+        self._links_stream.wait(event)
+        self._pool.give_back(event)
+
+    def mark_links(self) -> CudaMark:
+        return CudaMark(self._pool, self._links_stream)
+
     def group_fault(self) -> str | None:
         return self._runtime.device.link_fault()
 
-    def join(self, peers: Peers) -> CudaGroup:
-        if self._stream is None:
-            self._stream = self._runtime.device.stream("between devices")
-        links = self._runtime.device.join(peers, self._stream)
-        return CudaGroup(self._runtime, links, self._stream, self._pool)
+    def join(self, peers: Peers) -> DeviceLinks:
+        return self._runtime.device.join(peers, self._links_stream)

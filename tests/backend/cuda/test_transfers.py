@@ -139,12 +139,12 @@ def test_groups_of_a_process_share_one_stream(emulated_device: EmulatedDeviceFac
     put(kernels, array, np.arange(5.0))
     first, second = (messages.join(SingleCommunicator()) for _ in range(2))
     assert first._stream is second._stream
-    for group in (first, second):
-        group.wait_for_kernels()
-        group.links.sum_to_all(array)
-        group.links.broadcast(array, 0)
-        assert group.links.fault() is None
-        mark = group.mark()
+    for links in (first, second):
+        messages.wait_for_kernels()
+        links.sum_to_all(array)
+        links.broadcast(array, 0)
+        assert links.fault() is None
+        mark = messages.mark_links()
         while not mark.done:
             pass
     np.testing.assert_array_equal(take(kernels, array), np.arange(5.0))
