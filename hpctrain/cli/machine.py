@@ -16,7 +16,7 @@ import click
 
 from hpctrain.cli.arguments import OVERRIDES, FilePath, Finite, OutputFile
 from hpctrain.doctor.run import LATER_SECONDS, DoctorRank
-from hpctrain.launch.child import Notebook, run_watched
+from hpctrain.launch.keeper import Notebook, run_watched
 from hpctrain.launch.launcher import detect
 from hpctrain.launch.scheduler import age_seconds
 from hpctrain.launch.threads import set_threads

@@ -18,7 +18,7 @@ from hpctrain.config.schema import Config
 from hpctrain.doctor import files, nodes, ranks
 from hpctrain.doctor.check import Check, DoctorFinding, FindingKind, JobView, JoinedPlace, OwnPlace, Severity
 from hpctrain.doctor.ranks import LibraryFacts
-from hpctrain.launch.child import Notebook, RankEnd
+from hpctrain.launch.keeper import Notebook, RankEnd
 
 CHECKS: Sequence[Check] = (
     ranks.LAUNCHER,

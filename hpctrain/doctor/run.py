@@ -14,7 +14,7 @@ from hpctrain.core.errors import HpctrainError, LaunchError, MissingLibraryError
 from hpctrain.core.text import echo
 from hpctrain.doctor.check import exit_code
 from hpctrain.launch import shared_segments
-from hpctrain.launch.child import Notebook, RankEnd
+from hpctrain.launch.keeper import Notebook, RankEnd
 from hpctrain.launch.launcher import Launcher, environment_fault, place_of
 from hpctrain.launch.process_end import FINISHED, USER_ERROR
 from hpctrain.launch.threads import VARIABLES, set_threads

@@ -11,8 +11,7 @@ from hpctrain.comm.base import Communicator, on_ranks, raise_on_all_ranks
 from hpctrain.core.errors import DataError
 from hpctrain.core.files import link_target, path_of
 from hpctrain.flight.autopsy import explanation, records_in
-from hpctrain.flight.heartbeat import Heartbeat
-from hpctrain.flight.recorder import FlightRecorder
+from hpctrain.flight.recorder import FlightRecorder, Heartbeat
 from hpctrain.job.session import Session
 from hpctrain.launch import keeper
 from hpctrain.launch.process_end import End

@@ -15,20 +15,21 @@ from pathlib import Path
 from hpctrain.core.text import size_text
 
 _MEMINFO = Path("/proc/meminfo")
-# (controllers in a line of /proc/self/cgroup, mount point, files of the limit and of the use, name of the part of the use that
-# the kernel can reclaim at once)
+# (controllers in a line of /proc/self/cgroup, mount point, files of the limit, of the use and of the counts of killed processes,
+# name of the part of the use that the kernel can reclaim at once)
+_V1_FILES = ("memory.limit_in_bytes", "memory.usage_in_bytes", "memory.oom_control", "total_inactive_file")
 _MEMORY_FILES = (
-    ("memory", Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-    ("", Path("/sys/fs/cgroup"), "memory.max", "memory.current", "inactive_file"),
+    ("memory", Path("/sys/fs/cgroup/memory"), *_V1_FILES),
+    ("", Path("/sys/fs/cgroup"), "memory.max", "memory.current", "memory.events", "inactive_file"),
 )
 
 
 def available_bytes(root: Path = Path("/")) -> int | None:
     """Return the bytes of memory that processes of this node may still allocate; None if the system does not report it."""
     rooms = list(_machine_bytes(root))
-    for controller, mount, *files in _MEMORY_FILES:
+    for controller, mount, limit, use, _, reclaimable in _MEMORY_FILES:
         for folder in control_groups(controller, mount, root):
-            rooms += _room(folder, *files)
+            rooms += _room(folder, limit, use, reclaimable)
     return max(0, min(rooms)) if rooms else None
 
 
@@ -102,11 +103,6 @@ def _share(quota: int, period: int) -> Iterator[float]:
         yield quota / period
 
 
-# (controllers in a line of /proc/self/cgroup, mount point, files of the counts and of the limit)
-_KILL_FILES = (
-    ("memory", Path("/sys/fs/cgroup/memory"), "memory.oom_control", "memory.limit_in_bytes"),
-    ("", Path("/sys/fs/cgroup"), "memory.events", "memory.max"),
-)
 # Version 1 writes a number of nearly 2^63 for no limit.
 _LARGEST = 1 << 60
 
@@ -129,7 +125,7 @@ class MemoryGroup:
     def own(cls, root: Path = Path("/")) -> MemoryGroup:
         """Return the group of this process."""
         with contextlib.suppress(OSError, ValueError):
-            for controller, mount, counts, limit in _KILL_FILES:
+            for controller, mount, limit, _, counts, _ in _MEMORY_FILES:
                 folders = list(control_groups(controller, mount, root))
                 # In a container, the listed path may be the machine's, while the group itself is the mount point.
                 for folder in folders[:1] + folders[-1:]:

@@ -22,10 +22,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from signal import Signals
-from typing import Any, Protocol
+from typing import Any
 
 from hpctrain.core.errors import LaunchError
-from hpctrain.launch.child import end_with_parent
+from hpctrain.launch.keeper import end_with_parent
 from hpctrain.launch.process_end import FINISHED, SIGNALLED, STOPPED, USER_ERROR
 from hpctrain.launch.process_start import HELD, STOPS, release
 from hpctrain.launch.processes import status_of
@@ -233,16 +233,6 @@ LONGEST_PAUSE_SECONDS = 300.0
 _BAD = 2
 
 
-class Runner(Protocol):
-    """Interface of `SupervisedCommand`: runs commands."""
-
-    request: Signals | None
-
-    def run(self, words: Sequence[str]) -> int: ...
-
-    def pause(self, seconds: float) -> None: ...
-
-
 @dataclass(frozen=True)
 class RestartPolicy:
     """Rules for restarting a training.
@@ -319,7 +309,7 @@ class Supervisor:
         self,
         command: TrainCommand,
         rules: RestartPolicy,
-        runner: Runner,
+        runner: SupervisedCommand,
         *,
         look: Callable[[], AttemptOutcome],
         keep: Callable[[Attempt], None],

@@ -34,7 +34,7 @@ from hpctrain.doctor.job import CHECKS, JOB_KINDS, STARTS, CheckFailure, Examina
 from hpctrain.doctor.nodes import GpuFacts
 from hpctrain.doctor.ranks import CoreFacts, LibraryFacts
 from hpctrain.doctor.run import DoctorRank
-from hpctrain.launch.child import Notebook, RankEnd
+from hpctrain.launch.keeper import Notebook, RankEnd
 from hpctrain.launch.launcher import Launcher
 from hpctrain_testing.run import clean_environment
 from hpctrain_testing.virtual.communicator import ThreadCommunicator
@@ -334,7 +334,7 @@ def test_the_time_to_load_modules_counts_from_the_start(tmp_path: Path, monkeypa
 
 _PROGRAM = """
 import json, os, signal, sys, time
-from hpctrain.launch.child import run_watched
+from hpctrain.launch.keeper import run_watched
 
 def work(notebook):
     notebook.write({"number": 1})

@@ -19,8 +19,7 @@ from hpctrain.core.text import place
 from hpctrain.flight import recorder as source_lines
 from hpctrain.flight import start_records
 from hpctrain.flight.autopsy import find_records
-from hpctrain.flight.heartbeat import Heartbeat
-from hpctrain.flight.recorder import FlightNotes, FlightRecorder, RunPhase, SourceLines
+from hpctrain.flight.recorder import FlightNotes, FlightRecorder, Heartbeat, RunPhase, SourceLines
 from hpctrain.flight.ring import (
     _NAME_BYTES,
     _NO_ROOM,
@@ -586,18 +585,18 @@ def test_a_keeper_that_stands_still_is_ended(tmp_path: Path) -> None:
 def test_a_process_that_hangs_is_ended(hang: str) -> None:
     program = f"""
     import ctypes, faulthandler, os, signal, time
-    from hpctrain.flight import heartbeat
-    from hpctrain.flight.recorder import FlightRecorder
+    from hpctrain.flight import recorder
     from hpctrain.launch.keeper import keep
     from hpctrain.launch.signals import hold
-    heartbeat._LATER_SECONDS = 1.0
+    recorder._LATER_SECONDS = 1.0
     keeper = keep(2, hold())  # as a run does
     faulthandler.enable()
 
     def the_culprit():
         {hang}
 
-    heartbeat.Heartbeat(FlightRecorder(), deadline_seconds=1.0, abort=os._exit, rank=2, pulse=keeper.pulse).start()
+    flight = recorder.FlightRecorder()
+    recorder.Heartbeat(flight, deadline_seconds=1.0, abort=os._exit, rank=2, pulse=keeper.pulse).start()
     time.sleep(0.3)
     the_culprit()
     time.sleep(60)
@@ -615,7 +614,7 @@ def test_a_process_that_hangs_is_ended(hang: str) -> None:
 def test_a_closed_one_ends_no_process() -> None:
     program = """
     import os, time
-    from hpctrain.flight.heartbeat import Heartbeat
+    from hpctrain.flight.recorder import Heartbeat
     from hpctrain.flight.recorder import FlightRecorder
     heartbeat = Heartbeat(FlightRecorder(), deadline_seconds=0.3, abort=os._exit, rank=0).start()
     time.sleep(0.1)
