@@ -269,7 +269,6 @@ def test_alternating_mirrors_each_image_in_every_second_epoch():
     ("name", "options", "message"),
     [
         ("padcrop", {}, 'no augmentation "padcrop"; the nearest is "pad_crop"'),
-        ("zzz", {}, 'there are "autoaugment", "center_crop", "color_jitter", "flip", "pad_crop", "randaugment", "random_eras'),
         ("autoaugment", {"policy": "mnist"}, "must be 'imagenet', 'cifar10' or 'svhn'"),
         ("color_jitter", {"hue": 0.6}, r"hue = 0.6 is outside \[0, 0.5\]"),
         ("rotation", {"degrees": 200}, r"degrees = 200.0 is outside \[0, 180\]"),

@@ -88,7 +88,7 @@ class NumpyKernelSet(KernelSet):
                 return Add(spec, *inputs, training=training)
             case DropoutSpec():
                 return (NumpyStochasticDepth if spec.per_sample else NumpyDropout)(spec, *inputs, training=training)
-        raise BackendError(f"Backend numpy has no operator for {type(spec).__name__}; add one to NumpyKernelSet.make.")
+        raise BackendError(f"Backend numpy has no operator for {type(spec).__name__}; add one to NumpyKernelSet._make.")
 
     def make_loss(self, spec: SoftmaxCrossEntropySpec) -> LossOperator:
         return SoftmaxCrossEntropy(spec)
