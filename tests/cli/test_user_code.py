@@ -33,12 +33,7 @@ import numpy as np
 
 from hpctrain.averaging.strategies.blocking import Blocking
 from hpctrain.data.augmentations.base import Augmentation
-from hpctrain.nn.layers import AdaptiveAveragePool
-from hpctrain.nn.layers import Conv2d
-from hpctrain.nn.layers import Flatten
-from hpctrain.nn.layers import Linear
-from hpctrain.nn.layers import ReLU
-from hpctrain.nn.layers import Sequential
+from hpctrain.nn.layers import AdaptiveAveragePool, Conv2d, Flatten, Linear, ReLU, Sequential
 from hpctrain.optim.base import Optimizer
 from hpctrain.optim.schedules import LearningRateSchedule
 from hpctrain.training.metrics import Reporter
@@ -50,18 +45,10 @@ def model(classes: int, channels_in: int, features: int = 6):
     Args:
         features: Channels of the convolution.
     """
-    if features <= 0:
-        raise ValueError(f"features {features} must be above 0")
     return Sequential({
         "conv": Conv2d(channels_in, features, 3, padding=1), "relu": ReLU(), "pool": AdaptiveAveragePool(2),
         "flatten": Flatten(), "fc": Linear(4 * features, classes, image_shape=(2, 2, features)),
     })
-
-
-def no_model(): ...
-
-
-NUMBER = 3
 
 
 class SignDescent(Optimizer):
@@ -82,14 +69,6 @@ class SignDescent(Optimizer):
 
     def state(self, segment):
         return {}
-
-
-class Rated(SignDescent):
-    def __init__(self, lr: float = 0.1): ...
-
-
-class Named(Reporter):
-    def __init__(self, name: str = ""): ...
 
 
 class Table: ...
@@ -221,7 +200,7 @@ def test_code_of_the_users_trains_resumes_and_is_recorded(job: Job, folder: Path
         file.write("# another version\n")
     outcome = job(ranks, [*command, "--resume", "auto"], cwd=folder)
     assert outcome.code == 0, outcome.output
-    assert "code.own_code.py:model: own_code.py sha256" in outcome.stdout
+    assert "code.own_code.py:model: own_code.py sha256" in " ".join(outcome.stdout.split())
     lines = (run.path / "steps.txt").read_text().splitlines()
     steps = [line.split() for line in lines if line[0].isdigit()]
     assert [int(step) for step, _ in steps] == [1, 2, 3, 4, 5, 6]
@@ -255,34 +234,14 @@ def test_the_commands_know_options_of_the_users_code(folder: Path) -> None:
     assert _command("plan", "show", "mine/own.yaml", "--ranks", "2")
 
 
-@pytest.mark.parametrize(
-    ("override", "words"),
-    [
-        ("model.featurs=3", ['has no option "featurs"', '"features"']),
-        ("model.features=wide", ['"features"', "must be an integer"]),
-        ("model=own_code.py:modle", ['defines no "modle"', '"model"']),
-        ("model=own_code.py:Steps", ["a model must be a class derived from hpctrain.nn.layers.Layer, or a function"]),
-        ("model=own_code.py:no_model", ["makes None, but a model must be"]),
-        ("model.features=-1", ['Model "own_code.py:model" is invalid: features -1 must be above 0.']),
-        ("model=own_code.py:NUMBER", ["is 3, but a model must be"]),
-        ("optimizer.scale=-1", ['Optimizer "own_code.py:SignDescent" is invalid: scale -1.0 must be above 0.']),
-        ("optimizer.name=own_code.py:Halving", ["an optimizer must be a class derived from hpctrain.optim.base.Optimizer"]),
-        ("schedule.evry=2", ['has no option "evry"; the nearest is "every"']),
-        ("schedule.base_lr=2", ["set by the program"]),
-        ("averager.group=2", ["set by the program"]),
-        ("averager=nowhere:Own", ['no module "nowhere"']),
-        ("data.augment.0.least=dark", ["must be a number"]),
-        ("metrics.reporters=[own_code.py:Stops]", ['defines no "Stops"']),
-        ("metrics.reporters=[{name: own_code.py:Steps, directory: x}]", ["set by the program"]),
-        ("metrics.reporters=[own_code.py:Named]", ['cannot have an option "name"', "rename"]),
-        ("optimizer.name=own_code.py:Rated", ['cannot have an option "lr"', "rename"]),
-        ("metrics.reporters=[tensorbord]", ['no reporter "tensorbord"']),
-    ],
-)
-def test_what_is_wrong_with_it_is_one_sentence(folder: Path, override: str, words: list[str]) -> None:
-    (line,) = _refused("config", "check", "mine/own.yaml", override)
-    assert line.startswith("hpctrain: ")
-    assert all(word in line for word in words), line
+def test_a_class_of_another_kind_is_one_sentence(folder: Path) -> None:
+    """Other refusals of user code are in tests/golden; these have the name of a module, which is made from its path."""
+    for override, words in (
+        ("model=own_code.py:Steps", "a model must be a class derived from hpctrain.nn.layers.Layer, or a function"),
+        ("optimizer.name=own_code.py:Halving", "an optimizer must be a class derived from hpctrain.optim.base.Optimizer"),
+    ):
+        (line,) = _refused("config", "check", "mine/own.yaml", override)
+        assert words in line
 
 
 def test_defaults_that_no_configuration_can_hold_are_left_out(folder: Path) -> None:

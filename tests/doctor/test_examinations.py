@@ -363,42 +363,29 @@ def watch(deed: str, words: int = 1, seconds: float = 60) -> tuple[int, list[Any
 
 
 @pytest.mark.job
-@pytest.mark.parametrize(("deed", "code"), [("return 0", 0), ("return 2", 2), ("sys.exit(2)", 2), ("sys.exit()", 0)])
-def test_a_conclusion_is_passed_on(deed: str, code: int) -> None:
-    assert watch(deed)[:3] == (code, None, "words\n")
-
-
-@pytest.mark.job
 @pytest.mark.parametrize(
-    ("deed", "code", "words"),
+    ("deed", "code", "end"),
     [
-        ("os.kill(os.getpid(), signal.SIGSEGV)", -11, "was ended by SIGSEGV"),
-        ("os._exit(16)", 16, "exited with code 16"),
-        ("sys.exit(3)", 3, "exited with code 3"),
+        *((deed, code, None) for deed, code in (("return 0", 0), ("return 2", 2), ("sys.exit(2)", 2), ("sys.exit()", 0))),
+        ("os.kill(os.getpid(), signal.SIGSEGV)", 7, [-11, "was ended by SIGSEGV", 2, "words\n", 6]),
+        ("os._exit(16)", 7, [16, "exited with code 16", 2, "words\n", 6]),
+        ("sys.exit(3)", 7, [3, "exited with code 3", 2, "words\n", 6]),
     ],
 )
-def test_any_other_end_is_explained_with_the_last_words_and_note(deed: str, code: int, words: str) -> None:
-    assert watch(deed)[:2] == (7, [code, words, 2, "words\n", 6])
+def test_a_conclusion_is_passed_on_and_any_other_end_is_explained(deed: str, code: int, end: list[Any] | None) -> None:
+    assert watch(deed)[:3] == (code, end, "words\n")
 
 
 @pytest.mark.job
-def test_an_error_is_printed_and_explained() -> None:
+def test_an_error_and_a_hanging_rank_are_explained_and_all_output_is_passed_on() -> None:
     code, note, errors, _ = watch("1 / 0")
     assert (code, note and note[:3]) == (7, [1, "exited with code 1", 2])
     assert "ZeroDivisionError" in errors
-
-
-@pytest.mark.job
-def test_a_rank_that_hangs_is_ended_when_its_time_is_over() -> None:
     code, note, _, seconds = watch("time.sleep(100)", seconds=4)
-    assert (code, note and note[:3]) == (7, [None, "did not end", 2])
-    assert seconds < 60
-
-
-@pytest.mark.job
-def test_many_words_are_all_passed_on() -> None:
+    assert (code, note and note[:3], seconds < 60) == (7, [None, "did not end", 2], True)
     _, note, errors, _ = watch("os._exit(16)", words=50_000)
     assert errors == "words\n" * 50_000
+    assert note is not None
     assert note[4] <= 1 << 14, "the last ones are kept"
 
 
