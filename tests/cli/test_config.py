@@ -1,6 +1,5 @@
 """`hpctrain config`: what it prints, how it ends, and that the shipped configurations pass."""
 
-import json
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -30,10 +29,7 @@ from hpctrain.storage import weights_file
 from hpctrain.storage.weights_file import WeightsFile
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
-
-
-def test_there_are_configurations() -> None:
-    assert "quickstart" in {path.stem for path in CONFIGS}
+[QUICKSTART] = [str(path) for path in CONFIGS if path.stem == "quickstart"]
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
@@ -56,7 +52,6 @@ def test_show_prints_what_would_run() -> None:
 
 def test_check_builds_the_network_for_the_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A model of one's own that fits its IMAGE_SHAPE, but not the images of the training file, is refused by the check."""
-    path = next(path for path in CONFIGS if path.stem == "quickstart")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "flat_model.py").write_text(
         "from hpctrain.nn.layers import Flatten, Linear, Sequential\nIMAGE_SHAPE = (8, 8, 1)\n"
@@ -66,7 +61,7 @@ def test_check_builds_the_network_for_the_images(tmp_path: Path, monkeypatch: py
         pixels = np.zeros((2, side, side, 1), np.uint8)
         write_data_file(tmp_path / f"{side}.h5", 2, (side, side, 1), ["a", "b"], [(pixels, np.arange(2))])
         overrides = [f"data.train={side}.h5", "data.test=", "data.augment=[]", "model=flat_model.py:net"]
-        result = CliRunner().invoke(cli, ["config", "check", str(path), *overrides])
+        result = CliRunner().invoke(cli, ["config", "check", QUICKSTART, *overrides])
         assert result.exit_code == code, result.output
     assert "Layer fc: linear expects inputs of shape (N, 64), not (1, 81); set its input features to 81." in result.stderr
 
@@ -85,11 +80,10 @@ def test_check_compares_test_data_and_weights_with_training_data_and_model(
         model = catalogue.build("small", {"channels": [2], "hidden": 3, "classes": classes, "channels_in": 1})
         state = {name: np.ones(entry.shape, np.float16) for name, entry in declared_state(model).items()}
         weights_file.write(tmp_path / f"of_{classes}.safetensors", WeightsFile(state))
-    path = next(path for path in CONFIGS if path.stem == "quickstart")
     small = ["data.train=train.h5", "data.augment=[]", "model={name: small, channels: [2], hidden: 3}"]
 
     def check(*overrides: str) -> Result:
-        return CliRunner().invoke(cli, ["config", "check", str(path), *small, *overrides])
+        return CliRunner().invoke(cli, ["config", "check", QUICKSTART, *small, *overrides])
 
     for split in ("test", "validation"):
         assert "other.h5 has other classes than train.h5: " in check("data.test=null", f"data.{split}=other.h5").stderr
@@ -113,28 +107,18 @@ def test_check_compares_test_data_and_weights_with_training_data_and_model(
 
 def test_a_machine_that_does_not_multiply_bfloat16_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     """The warning does not ask for a GPU, which bfloat16 on CPUs does not need."""
-    path = next(path for path in CONFIGS if path.stem == "quickstart")
     monkeypatch.setattr(choice, "missing", lambda place: "There is no GPU.")
     for multiplies in (True, False):
         monkeypatch.setattr(choice, "_onednn", lambda able=multiplies: SimpleNamespace(multiplies_bfloat16=able))
-        result = CliRunner().invoke(cli, ["config", "check", str(path), "precision=bfloat16"])
+        result = CliRunner().invoke(cli, ["config", "check", QUICKSTART, "precision=bfloat16"])
         assert result.exit_code == 0
         assert ("warning: The training cannot run here: precision is bfloat16, which" in result.stderr) != multiplies
         assert "GPU" not in result.stderr
 
 
-def test_the_configured_precisions_are_those_that_can_be_made() -> None:
+def test_the_configured_precisions_and_backends_are_those_that_can_be_made() -> None:
     assert get_args(Config.model_fields["precision"].annotation) == PRECISIONS
-
-
-def test_the_configured_backends_are_those_that_can_be_made() -> None:
     assert set(get_args(Config.model_fields["backend"].annotation)) == set(NAMES)
-
-
-def test_the_schema_is_json() -> None:
-    result = CliRunner().invoke(cli, ["config", "schema"])
-    assert result.exit_code == 0
-    assert "properties" in json.loads(result.output)
 
 
 def test_check_names_missing_data_files_and_the_nearest_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,8 +156,7 @@ def test_the_largest_grid_is_checked_as_fast_as_a_small_one(use: str, monkeypatc
         assert plan.rows <= 8, plan.rows
         return partition_graph(graph, plan, counts)
 
-    path = str(next(path for path in CONFIGS if path.stem == "quickstart"))
     monkeypatch.setattr(recipe, "partition_graph", few)
     overrides = ["grid.rows=1000000", f"plan.default={use}"]
-    result = CliRunner().invoke(cli, ["config", "check", path, *overrides], catch_exceptions=False)
+    result = CliRunner().invoke(cli, ["config", "check", QUICKSTART, *overrides], catch_exceptions=False)
     assert result.exit_code == 0, result.output

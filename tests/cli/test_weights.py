@@ -208,12 +208,3 @@ def test_an_onnx_file_computes_what_the_checkpoint_does(run: Path, tmp_path: Pat
         None, {"images": x}
     )
     np.testing.assert_array_equal(again, logits)
-
-
-@pytest.mark.parametrize("option", ["width", "=3", "width=[", "wdth=2"])
-def test_options_of_another_form_are_refused(option: str, tmp_path: Path) -> None:
-    weights_file.write(tmp_path / "in.safetensors", WeightsFile(by_seed("resnet20")))
-    words = ("import", tmp_path / "in.safetensors", "--model", "resnet20", "--out", tmp_path / "out.safetensors")
-    result = call(*words, "--option", option)
-    assert result.exit_code == 2
-    assert result.stderr.startswith("hpctrain: ")

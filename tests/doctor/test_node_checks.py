@@ -34,38 +34,25 @@ def rank(cpus: Sequence[int], threads: int | None = 1, variables: Mapping[str, s
     return CoreFacts(frozenset(cpus), frozenset(str(cpu // 2) for cpu in cpus), threads, pools, "", variables or {})
 
 
-def test_ranks_with_cores_of_their_own_are_well() -> None:
-    facts = [rank([0, 1]), rank([2, 3]), rank([0, 1]), rank([2, 3])]
-    assert (keys(rank_checks.judge_binding(view(2, 2), facts)), keys(rank_checks.judge_threads(view(2, 2), facts))) == (
-        [""],
-        [""],
-    )
-
-
-def test_ranks_that_share_all_cores_are_unbound() -> None:
-    [found] = rank_checks.judge_binding(view(2), [rank(range(8))] * 2)
-    assert (found.key, found.severity, found.fix) == ("unbound", Severity.REMARK, "mpiexec -bind-to core:2 -n 2 ...")
-    assert "shared by 2 ranks" in found.sentence
-
-
-def test_cores_in_common_are_worse_than_no_binding() -> None:
-    facts = [rank(range(8))] * 2 + [rank([0, 1, 2, 3]), rank([2, 3, 4, 5])]
-    [found] = rank_checks.judge_binding(view(2, 2), facts)
-    assert (found.key, found.severity) == ("overlapping-cores", Severity.WARNING)
-    assert "they overlap" in found.sentence
-
-
 @pytest.mark.parametrize(
-    ("name", "line"),
+    ("facts", "key", "severity", "words"),
     [
+        ([rank([0, 1]), rank([2, 3])] * 2, "", Severity.OK, ""),
+        ([rank(range(8))] * 4, "unbound", Severity.REMARK, "shared by 2 ranks"),
+        ([rank(range(8))] * 2 + [rank([0, 1, 2, 3]), rank([2, 3, 4, 5])], "overlapping-cores", Severity.WARNING, "they overlap"),
+    ],
+)
+def test_ranks_have_cores_of_their_own(facts: list[CoreFacts], key: str, severity: Severity, words: str) -> None:
+    [found] = rank_checks.judge_binding(view(2, 2), facts)
+    assert (found.key, found.severity, words in found.sentence) == (key, severity, True)
+    if key == "unbound":
+        assert found.fix == "mpiexec -bind-to core:2 -n 4 ..."
+    for name, line in (
         ("Slurm srun", "srun --cpus-per-task=4 --cpu-bind=cores ..."),
         ("Open MPI mpiexec", "mpiexec --map-by slot:PE=4 --bind-to core ..."),
         ("Cray PALS mpiexec", "mpiexec --depth=4 --cpu-bind depth ..."),
-        ("MPICH hydra mpiexec", "mpiexec -bind-to core:4 -n 2 ..."),
-    ],
-)
-def test_the_line_that_binds_is_the_launchers(name: str, line: str) -> None:
-    assert rank_checks.bind_line(view(2, launcher=Launcher(name, 2, 0)), 4) == line
+    ):
+        assert rank_checks.bind_line(view(2, launcher=Launcher(name, 2, 0)), 4) == line
 
 
 @given(
@@ -162,20 +149,26 @@ def test_nothing_is_said_of_sharing_where_nothing_can_be_written() -> None:
 CRAY = "MPICH ERROR [Rank 0]: MPIDI_CRAY_init: GPU_SUPPORT_ENABLED is requested, but GTL library is not linked"
 
 
-def test_nodes_without_gpus_are_well() -> None:
-    assert node_checks.judge_gpus(view(2), [GpuFacts()] * 2)[0].sentence == "No node shows a GPU."
-
-
-def test_gpus_are_counted_by_node() -> None:
-    facts = [GpuFacts(("0", "1"), probe=AWARE), GpuFacts(("0", "1")), GpuFacts(("0",))]
+@pytest.mark.parametrize(
+    ("facts", "key", "words", "fix"),
+    [
+        ([GpuFacts()] * 3, "", "No node shows a GPU.", ""),
+        (
+            [GpuFacts(("0", "1"), probe=AWARE), GpuFacts(("0", "1")), GpuFacts(("0",))],
+            *("", "GPUs per node: 1 to 2; MPI can send from their memory (transport mpi).", ""),
+        ),
+        ([GpuFacts(("0",), probe=CRAY), *[GpuFacts(("0",))] * 2], "no-gtl", "", "export MPICH_GPU_SUPPORT_ENABLED=0"),
+        (
+            [GpuFacts(("0",), probe=f"{UNAWARE}: Segmentation fault"), *[GpuFacts(("0",))] * 2],
+            *("not-gpu-aware", "on nid0: Segmentation fault.", "nccl"),
+        ),
+    ],
+)
+def test_gpus_are_counted_by_node_and_tried(facts: list[GpuFacts], key: str, words: str, fix: str) -> None:
     [found] = node_checks.judge_gpus(view(2, 1), facts)
-    assert (found.key, found.sentence) == ("", "GPUs per node: 1 to 2; MPI can send from their memory (transport mpi).")
-
-
-def test_crays_missing_library_is_named_with_its_cure() -> None:
-    [found] = node_checks.judge_gpus(view(2), [GpuFacts(("0",), probe=CRAY), GpuFacts(("0",))])
-    assert (found.key, found.severity) == ("no-gtl", Severity.FAULT)
-    assert "export MPICH_GPU_SUPPORT_ENABLED=0" in found.fix
+    assert found.key == key
+    assert words in found.sentence
+    assert fix in found.fix
     assert node_checks.from_start("all is well") is None
 
 
@@ -199,12 +192,6 @@ def test_backend_cuda_needs_a_gpu_for_each_rank(facts: list[GpuFacts], key: str)
     )
 
 
-def test_an_mpi_that_takes_no_gpu_memory_is_a_remark_with_the_reason() -> None:
-    [found] = node_checks.judge_gpus(view(1), [GpuFacts(("0",), probe=f"{UNAWARE}: Segmentation fault")])
-    assert (found.key, found.severity) == ("not-gpu-aware", Severity.REMARK)
-    assert "on nid0: Segmentation fault." in found.sentence
-
-
 @pytest.mark.parametrize(("visible", "names"), [("0,1", ("0", "1")), ("", ()), ("GPU-12ab, 3", ("GPU-12ab", "3"))])
 def test_the_environment_names_the_gpus(visible: str, names: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
@@ -213,24 +200,20 @@ def test_the_environment_names_the_gpus(visible: str, names: tuple[str, ...], mo
     assert node_checks.gather_gpus(follower) == GpuFacts(names, True)
 
 
-def test_data_that_do_not_fit_each_other_are_a_fault(folder: Path) -> None:
+def test_data_that_do_not_fit_each_other_or_are_missing_are_a_fault(folder: Path) -> None:
     """Equal files on all ranks passed, although every training with them is refused."""
     content = [(np.zeros((2, 8, 8, 1), np.uint8), np.arange(2))]
     write_data_file(folder / "other.h5", 2, (8, 8, 1), [f"other {number}" for number in range(11)], content)
-    own = OwnPlace(ALONE, load(folder / "tiny.yaml", [f"data.test={folder}/other.h5"])[0], folder / "runs")
-    place: Any = SimpleNamespace(own=own, world=SingleCommunicator())
-    (found,) = rank_checks.judge_training(view(1), [rank_checks.gather_training(place)])
-    assert found.key == "refused"
-    assert f"other.h5 has other classes than {folder}/train.h5" in found.sentence
-
-
-def test_a_missing_file_is_a_fault_with_a_fix(folder: Path) -> None:
-    own = OwnPlace(ALONE, load(folder / "tiny.yaml", ["data.test=nowhere.h5"])[0], folder / "runs")
-    place: Any = SimpleNamespace(own=own, world=SingleCommunicator())
-    [found] = rank_checks.judge_training(view(1), [rank_checks.gather_training(place)])
-    assert found.key == "refused"
-    assert found.sentence == "There is no data file nowhere.h5."
-    assert "hpctrain data convert" in found.fix
+    for name, words, fix in (
+        (f"{folder}/other.h5", f"other.h5 has other classes than {folder}/train.h5", ""),
+        ("nowhere.h5", "There is no data file nowhere.h5.", "hpctrain data convert"),
+    ):
+        own = OwnPlace(ALONE, load(folder / "tiny.yaml", [f"data.test={name}"])[0], folder / "runs")
+        place: Any = SimpleNamespace(own=own, world=SingleCommunicator())
+        [found] = rank_checks.judge_training(view(1), [rank_checks.gather_training(place)])
+        assert found.key == "refused"
+        assert words in found.sentence
+        assert fix in found.fix
 
 
 FAST = KernelFacts("onednn")

@@ -116,13 +116,10 @@ def test_what_happens_between_steps_is_not_counted() -> None:
     assert "evaluation sums" not in rows
 
 
-def test_no_step_no_table() -> None:
+def test_a_single_step_is_counted_and_no_step_has_no_table() -> None:
     script = Script()
     script(Category.FORWARD, "conv", 0, 1)
     assert tabulate(script.events()) is None
-
-
-def test_one_step_is_better_than_none() -> None:
     table = recorded_table(1)
     assert table.steps == 1
     assert table.step_seconds == pytest.approx(0.010)
