@@ -16,10 +16,8 @@ from hpctrain.flight.autopsy import (
     explanation,
     latest_seconds,
     newest,
-    place,
     rank_table,
     records_in,
-    silence,
     silent_seconds,
     waited_for,
 )
@@ -180,13 +178,6 @@ def test_a_rank_that_is_killed_after_a_deadline_is_not_the_cause() -> None:
 
 
 @pytest.mark.parametrize(
-    ("phase", "step", "text"), [("", 0, "its start"), ("evaluation", 0, "evaluation"), ("x", 3, "x, step 3")]
-)
-def test_a_place(phase: str, step: int, text: str) -> None:
-    assert place(record(0, phase=phase, step=step)) == text
-
-
-@pytest.mark.parametrize(
     ("deadline", "seconds", "silent"),
     [(0, 3, 0), (0, 4, 4), (300, 3, 0), (300, 4, 4), (3, 1, 0), (3, 2, 2)],
     ids=["no deadline", "no deadline, longer", "long", "long, longer", "short", "short, longer"],
@@ -195,15 +186,6 @@ def test_a_silence_is_long_in_proportion_to_the_deadline(deadline: int, seconds:
     ended = record(0, seen_ns=(100 - seconds) * SECOND, deadline_ns=deadline * SECOND)
     latest = latest_seconds([ended, record(1)])
     assert (silent_seconds(ended, latest), silent_seconds(record(1), latest)) == (pytest.approx(silent), 0)
-
-
-def test_clocks_of_nodes_differ() -> None:
-    """That of rank 1 is an hour ahead."""
-    ahead = record(1, seen_ns=3700 * SECOND, wall_offset_ns=3600 * SECOND)
-    assert latest_seconds([record(0), ahead]) == pytest.approx(100)
-    assert silence(replace(ahead, step=0), 7.4).startswith(
-        "Rank 1 wrote nothing for the last 7 s, after a training step: it ended"
-    )
 
 
 def _held_up(records: list[FlightRecord]) -> Autopsy:
@@ -351,15 +333,6 @@ def test_without_heartbeats_no_waiting_rank_is_blamed() -> None:
     """Such records do not tell whether a wait goes on."""
     records = [replace(each, alive_ns=0, seen_ns=0) for each in _all_posted(MOVES, MOVES)]
     assert _held_up(records).blamed == ()
-
-
-def test_a_short_deadline_has_a_short_silence() -> None:
-    """Of ranks that were stopped two seconds before the end."""
-    late = record(3, seen_ns=98 * SECOND, deadline_ns=3 * SECOND)
-    assert "and wrote nothing for the last 2 s" in _held_up([waiting(0, operation(1, "x"), ranks=4), late]).sentences[-1]
-    assert (
-        "silent" not in _held_up([waiting(0, operation(1, "x"), ranks=4), replace(late, deadline_ns=60 * SECOND)]).sentences[-1]
-    )
 
 
 def test_no_rank_waits() -> None:
