@@ -187,17 +187,20 @@ def _started(process: RankProcess, asked: _Asked, watch: SignalWatch | None) -> 
     busy = busy_node(world, plan.load)
     if world.rank == 0 and (busy or "other programs" in plan.reason):
         _log.warning(busy or str(plan))
-    best, rows, cols = None, int(asked.rows), asked.cols
-    if asked.automatic is not None:
-        best = asked.automatic.best(StartedJob(world, plan.threads, asked.deadline_seconds), asked.batch)
+    best, backends, rows, cols = None, {}, int(asked.rows), asked.cols
+    if (automatic := asked.automatic) is not None:
+        best = automatic.best(StartedJob(world, plan.threads, asked.deadline_seconds), asked.batch)
         rows, cols = best.candidate.plan.rows, best.candidate.plan.cols
+        if best.backend is not None:
+            backends = {(automatic.backend, automatic.dtype, automatic.precision): best.backend}
     cols = max(1, world.size // rows) if cols is None else int(cols)
     grid, engine = on_grid(world, rows, cols, batch=asked.batch, deadline_seconds=asked.deadline_seconds, flight=process.flight)
     _keep(process.flight, asked.flight, world)
     engine.notes.phase(BETWEEN)
     checkpoints = LoopCheckpoints(world, engine.notes, asked.deadline_seconds)
     groups = GridGroups(grid)
-    return Job(launcher, plan, world, grid, groups, engine, int(asked.batch), asked.progress, checkpoints, watch, best)
+    batch = int(asked.batch)
+    return Job(launcher, plan, world, grid, groups, engine, batch, asked.progress, checkpoints, watch, best, backends)
 
 
 @contextlib.contextmanager

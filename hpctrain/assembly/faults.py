@@ -72,7 +72,7 @@ def wire_fault(wire: str) -> str:
 
 
 def load_checked(file: str | Path, overrides: Collection[str] = ()) -> Config:
-    """Return the configuration in a file with overrides, without faults that need neither data nor MPI to be found.
+    """Return the configuration in a file with overrides, after all checks that need neither data nor MPI.
 
     Raises:
         ConfigError: one sentence for each fault, each with its position.
@@ -83,7 +83,7 @@ def load_checked(file: str | Path, overrides: Collection[str] = ()) -> Config:
 
 
 def check_config(config: Config, source: Source) -> Config:
-    """Return the configuration with the default of every option, unless it has faults that need neither data nor MPI.
+    """Return the configuration with the default of every option, after all checks that need neither data nor MPI.
 
     Raises:
         ConfigError: one sentence for each fault, each with its position.
@@ -333,7 +333,7 @@ def _option_faults(source: Source, path: KeyPath, section: Named, make: Callable
 
 
 def _option_fault(source: Source, path: KeyPath, section: Named, error: OptionError) -> Fault:
-    """Return the fault of an option, with what to write instead where the rule does not say so."""
+    """Return the fault of an option. It contains a legal value if the rule does not imply one."""
     if error.option not in section.options:
         at = (*path, "name")
         examples = _needed_examples(path, section.name, section.options)

@@ -171,14 +171,15 @@ class RankProcess:
         return config, threads
 
     def _load(self, config: Config | None, *, trains: bool) -> None:
-        """Load the modules of the job."""
+        """Load the modules of the job before ranks wait for each other, so that one slow file system does not delay all ranks."""
         from hpctrain.job.ownership import RunOwnership
-        from hpctrain.run import build
+        from hpctrain.run import build  # noqa: F401
         from hpctrain.storage import checkpoint  # noqa: F401  loads h5py
 
         self.ownership = RunOwnership()
         if config is not None:
-            build.load_search(config)
+            if config.automatic:
+                from hpctrain.run import automatic_search  # noqa: F401
             if config.trace:
                 from hpctrain.run import trace_report  # noqa: F401
         if trains:
@@ -235,9 +236,9 @@ class RankProcess:
     ) -> Session:
         """Return a session over the world, on which all ranks agree. Collective over all ranks."""
         from hpctrain.comm.base import raise_on_all_ranks
+        from hpctrain.job.automatic_choice import Resolved
         from hpctrain.job.same_start import check_same_code, check_same_start
         from hpctrain.job.session import Session, StartedJob
-        from hpctrain.run.build import resolve
 
         config, threads = raise_on_all_ranks(world, lambda: _given(prepared))
         check_same_start(world, config, leads_node=not self.launcher.local_rank, options=self._options)
@@ -249,7 +250,11 @@ class RankProcess:
 
             trial = smoke_trial(config, started)
             config, notes = trial.config, trial.notes
-        resolved = resolve(config, started, resume)
+        resolved = Resolved(config)
+        if config.automatic:
+            from hpctrain.run.automatic_search import choose
+
+            resolved = choose(config, started, resume)
         resolved = replace(resolved, lines=(*notes, *resolved.lines))
         return Session.start(resolved, self.launcher, threads, world, revision, self.flight, device_messages)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -62,12 +62,14 @@ class BestCandidate:
         prediction: its predicted step.
         next_best: description of the second-best candidate with its step time; "" if there was only one.
         machine: machine that was measured for the search; None if it was read from a file.
+        backend: backend of this rank, for which `Automatic` searched; None in other searches.
     """
 
     candidate: Candidate
     prediction: PredictedStep
     next_best: str
     machine: Machine | None = None
+    backend: Backend | None = field(default=None, compare=False)
 
 
 def find(started: StartedJob, job: Job, space: SearchSpace, machine: str | None) -> BestCandidate:
@@ -159,17 +161,18 @@ class Automatic:
         """
         place = started.place()
 
-        def planned() -> Job:
+        def planned() -> tuple[Job, Backend]:
             check_counts(micro_batches=(self.micro_batches, 1))
             check_types(Automatic, vars(self), model='hpctrain.model("small")', image_shape="(28, 28, 1), for example")
             chosen = make_backend(self.backend, self.dtype, self.precision, place)
             optimizer, lowering = optimizer_of(self.optimizer)(), Lowering(self.model, dtype=chosen.dtype)
             name, averages = type(self.model).__name__, self.ema_decay is not None
-            return job_of(name, lowering, chosen.kernels, self.image_shape, batch, optimizer, averages=averages)
+            job = job_of(name, lowering, chosen.kernels, self.image_shape, batch, optimizer, averages=averages)
+            return job, chosen
 
-        job = raise_on_all_ranks(started.world, planned)
-        fixed_grid = open_grid(started.world.size, job.kernels)
-        return find(started, job, SearchSpace(fixed_grid, fixed_micro_batches=self.micro_batches), self.machine)
+        job, backend = raise_on_all_ranks(started.world, planned)
+        space = SearchSpace(open_grid(started.world.size, job.kernels), fixed_micro_batches=self.micro_batches)
+        return replace(find(started, job, space, self.machine), backend=backend)
 
 
 def optimizer_of(optimizer: Choice | Callable[[], Optimizer]) -> Callable[[], Optimizer]:
@@ -198,7 +201,15 @@ def named(choice: Choice) -> tuple[str, dict[str, Any]]:
 
 
 def choose(config: Config, started: StartedJob, resume: str | None) -> Resolved:
-    """Resolve a configuration that leaves sections open; see `build.resolve`. Collective over the world."""
+    """Choose the sections that the configuration leaves open, from an earlier run or by a search. Collective over the world.
+
+    Args:
+        resume: run directory, checkpoint or keyword, see `find_checkpoint`; None: start a new run.
+
+    Raises:
+        ConfigError: the machine file is invalid, or no plan fits the job.
+        CheckpointError: the stored choice belongs to another model.
+    """
     world, place = started.world, started.place()
     backend = raise_on_all_ranks(world, lambda: make_backend(config.backend, config.dtype, config.precision, place))
     source = None if resume is None else find_checkpoint(world, config.output, config.name, resume)

@@ -36,7 +36,7 @@ from hpctrain.data.image_file import DataFacts, ImageFile, differences
 from hpctrain.data.loader import Loader
 from hpctrain.data.pipeline import ImageSizes
 from hpctrain.job.automatic_choice import Resolved
-from hpctrain.job.session import Session, StartedJob
+from hpctrain.job.session import Session
 from hpctrain.models.state_dict import INIT_HINT, StateEntry, check_file_fits, check_finite, declared_state
 from hpctrain.nn.layers import join
 from hpctrain.nn.network import Network
@@ -59,29 +59,6 @@ from hpctrain.training.snapshot import Position
 from hpctrain.training.stopping import EarlyStop, TimeLimit
 from hpctrain.training.trainer import Cadence, Trainer
 from hpctrain.training.weight_watch import CheckCadence
-
-
-def resolve(config: Config, started: StartedJob, resume: str | None = None) -> Resolved:
-    """Choose the sections that the configuration leaves open, from an earlier run or by a search. Collective over the world.
-
-    Args:
-        resume: run directory, checkpoint or keyword, see `find_start`; None: start a new run.
-
-    Raises:
-        ConfigError: the machine file is invalid, or no plan fits the job.
-        CheckpointError: the stored choice belongs to another model.
-    """
-    if not config.automatic:
-        return Resolved(config)
-    from hpctrain.run.automatic_search import choose  # loaded earlier, by `load`
-
-    return choose(config, started, resume)
-
-
-def load_search(config: Config) -> None:
-    """Load the modules of `resolve` before ranks wait for each other, so that one slow file system does not delay all ranks."""
-    if config.automatic:
-        from hpctrain.run import automatic_search  # noqa: F401
 
 
 def keep_choice(resolved: Resolved, directory: RunDirectory) -> None:

@@ -195,6 +195,7 @@ class Job(StartedRank):
         checkpoints: writer and reader of checkpoints.
         watch: watcher of signals; None if `start` was called without signals=True.
         best: grid, plan and averager chosen by `start`, with their prediction; None without `automatic`.
+        backends: backend of the search of `start`, by its backend, dtype and precision: the first one chooses the rank's GPU.
         loops: states of the loops of all replicas.
         described: name and description of the first data file or weights of each replica, by the identity of its loop.
     """
@@ -204,6 +205,7 @@ class Job(StartedRank):
     checkpoints: LoopCheckpoints
     watch: SignalWatch | None = None
     best: BestCandidate | None = None
+    backends: Mapping[tuple[str, str, str], Backend] = field(default_factory=dict)
     loops: list[LoopState] = field(default_factory=list)
     described: dict[int, tuple[object, Mapping[str, Any]]] = field(default_factory=dict)
 
@@ -305,7 +307,8 @@ class Job(StartedRank):
             layer = f'hpctrain.model("{name}")'
             check_types(Job.replica, arguments, model=layer, image_shape="(28, 28, 1), for example")
             answer = _answer(on_nonfinite)
-            chosen = make_backend(backend, dtype, precision, self.place)
+            words = (backend, dtype, precision)
+            chosen = self.backends.get(words) or make_backend(*words, self.place)
             loss = {"smoothing": label_smoothing, "class_weights": tuple(class_weights)}
             return Replica(
                 self._network(model, image_shape, chosen, self._plan(plan, tiles), seed, loss, frozen),

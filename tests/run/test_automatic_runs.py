@@ -97,7 +97,7 @@ def _config(folder: Path, *overrides: str) -> Config:
 
 def _resolved(folder: Path, ranks: int, *overrides: str, resume: str | None = None) -> list[Resolved]:
     config = _config(folder, *overrides)
-    return run_virtual(ranks, lambda comm: build.resolve(config, StartedJob(comm, 1, 60.0), resume))
+    return run_virtual(ranks, lambda comm: start_search.choose(config, StartedJob(comm, 1, 60.0), resume))
 
 
 def _run(folder: Path, resolved: Resolved, *, keep: bool = True) -> RunDirectory:
@@ -141,13 +141,6 @@ def test_a_search_makes_the_backend_of_each_rank_once(folder: Path, search: _Sea
     network = Automatic(nets.narrow(), (9, 7, 3), backend="numpy", machine=str(folder / "machine.yaml"))
     first, second = run_virtual(2, lambda comm: network.best(StartedJob(comm, 1, 60.0), 8))
     assert (first, sorted(places, key=lambda place: place.local_rank)) == (second, expected)
-
-
-def test_nothing_open_needs_nothing(folder: Path, search: _Search) -> None:
-    overrides = ("grid={}", "plan={}", "averager=sharded", "machine=nowhere.yaml")
-    for outcome in _resolved(folder, 2, *overrides):
-        assert outcome == Resolved(_config(folder, *overrides))
-    assert search.spaces == []
 
 
 @pytest.mark.parametrize(
@@ -233,7 +226,7 @@ def test_a_choice_for_another_model_is_refused_on_every_rank(folder: Path, searc
 
     def refused(comm: Communicator) -> str:
         with pytest.raises(CheckpointError) as caught:
-            build.resolve(config, StartedJob(comm, 1, 60.0), resume="auto")
+            start_search.choose(config, StartedJob(comm, 1, 60.0), resume="auto")
         return str(caught.value)
 
     for sentence in run_virtual(2, refused):

@@ -32,7 +32,7 @@ from hpctrain.job import session
 from hpctrain.models import catalogue
 from hpctrain.optim.optimizers import OPTIMIZERS
 from hpctrain.planner import planned_run
-from hpctrain.run import python_job
+from hpctrain.run import automatic_search, python_job
 from tests.support import nets, run_in_process
 from tests.support.emulated import CudaKernelsFactory
 
@@ -473,7 +473,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         return counting
 
     monkeypatch.setattr(catalogue, "build", counted(catalogue.build, "model"))
-    for module in (planned_run, session, python_job):
+    for module in (planned_run, session, python_job, automatic_search):
         monkeypatch.setattr(module, "make_backend", counted(make_backend, "backend"))
     monkeypatch.setattr(OPTIMIZERS, "create", counted(OPTIMIZERS.create, "optimizer"))
     monkeypatch.setattr(AveragerChoice, "strategy", counted(AveragerChoice.strategy, "strategy"))
@@ -505,3 +505,10 @@ def test_a_replica_of_a_program_uses_the_model_that_it_is_given(made: Counter[st
     with hpctrain.start(batch=8) as job:
         job.replica(nets.plain(), (9, 7, 3), backend="numpy")
     assert made == Counter(backend=1, optimizer=1, strategy=1)
+
+
+def test_a_replica_with_a_search_uses_the_backend_of_the_search(made: Counter[str]) -> None:
+    automatic = hpctrain.Automatic(nets.plain(), (9, 7, 3), backend="numpy", machine="xc40")
+    with hpctrain.start(batch=8, automatic=automatic) as job:
+        job.replica(automatic.model, (9, 7, 3), backend="numpy", averager="auto", plan="auto")
+    assert made["backend"] == 1

@@ -46,8 +46,7 @@ from hpctrain.launch.launcher import Launcher
 from hpctrain.launch.signals import SignalWatch
 from hpctrain.optim.optimizers import Sgd
 from hpctrain.run import resume
-from hpctrain.run.automatic_search import StartedJob
-from hpctrain.run.build import resolve
+from hpctrain.run.automatic_search import StartedJob, choose
 from hpctrain.run.evaluation import PredictionRequest, judge, run_evaluation, run_prediction
 from hpctrain.run.images import open_alike
 from hpctrain.run.python_job import Job, LoopCheckpoints
@@ -277,7 +276,7 @@ SECTIONS: dict[str, tuple[str, Callable[[Session, Path], object]]] = {
     "resume": ("data.train", lambda session, _: run_training(session, SignalWatch(), resume="auto", style="none")),
     "eval": ("data.test", lambda session, _: run_evaluation(session, "auto")),
     "report": ("data.test", lambda session, _: judge(session, "auto", 3)),
-    "automatic": ("data.train", lambda session, _: resolve(_automatic(session), StartedJob(session.world, 1, 60))),
+    "automatic": ("data.train", lambda session, _: choose(_automatic(session), StartedJob(session.world, 1, 60), None)),
     "loader": ("", lambda session, path: job_of(session).loader(object.__new__(Replica), path)),
     "like": ("", lambda session, path: job_of(session).loader(object.__new__(Replica), path.parent / "train.h5", like=path)),
 }

@@ -141,14 +141,8 @@ def test_lean_candidates_are_simulated_where_no_fast_one_fits() -> None:
 
 
 def test_a_job_that_fits_nowhere_is_refused_with_the_least_that_would_do() -> None:
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError, match=r"does not fit in memory on 4 ranks .* with micro_batches 4"):
         searched(by_grid, memory_of=lambda one: (40 + one.plan.rows - one.micro_batches) << 30)
-    sentence = str(caught.value)
-    assert sentence.startswith(
-        "net with a batch of 8 does not fit in memory on 4 ranks of 16 GiB each; the plan with the least memory needs "
-    )
-    assert "with micro_batches 4" in sentence
-    assert "\n" not in sentence
 
 
 def test_micro_batches_are_estimated_where_bounds_say_that_nothing_else_fits() -> None:
@@ -197,11 +191,8 @@ def test_no_layer_is_split_into_more_parts_than_it_has() -> None:
 
 def test_ranks_that_no_grid_serves_are_refused_with_the_nearest_number() -> None:
     graph = job_of(narrow(), (5, 5, 3), 4).graph_of(1)
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError, match="the nearest number of ranks with a grid is 20"):
         grid_shapes(SearchSpace(), graph, 23, 4)
-    assert "batch is 4, fewer samples than the 23 ranks" in str(caught.value)
-    assert "the nearest number of ranks with a grid is 20." in str(caught.value)
-    assert "\n" not in str(caught.value)
     assert grid_shapes(SearchSpace(), graph, 20, 4)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 
@@ -266,39 +267,34 @@ def _end(
     return ends[0] if ends else None
 
 
-def test_a_message_that_the_transport_takes_moves_by_itself() -> None:
-    assert _end(2.0, latency=0.5) == 2.5
-
-
-def test_a_wait_that_begins_as_the_last_byte_arrives_finds_all_of_it_moved() -> None:
-    assert _end(2.0, waits_from=2.0) == 2.0
-
-
-def test_nothing_moves_beyond_what_goes_unattended() -> None:
-    assert _end(2.0, unattended=1.5) is None
-    assert _end(2.0, unattended=1.5, looks=(5.0,)) == 5.5
-    assert _end(2.0, unattended=1.5, looks=(1.0,)) == pytest.approx(2.0)  # the look came while it moved
-    assert _end(2.0, unattended=0.5, looks=(1.0, 2.0, 3.0)) == pytest.approx(3.5)
-
-
-def test_each_round_begins_at_a_look() -> None:
-    assert _end(3.0, rounds=3, latency=0.3) is None
-    assert _end(3.0, rounds=3, latency=0.3, looks=(2.0, 10.0)) == pytest.approx(11.1)
-
-
-def test_a_handshake_takes_polls() -> None:
-    assert _end(3.0, polls=2, looks=(1.0,)) is None
-    assert _end(3.0, polls=2, latency=0.5, looks=(1.0, 2.0)) == pytest.approx(5.5)
-    assert _end(4.0, rounds=2, polls=1, looks=(1.0, 4.0, 5.0)) == pytest.approx(7.0)
-    assert _end(3.0, polls=2, looks=(1.0,), waits_from=7.0) == pytest.approx(10.0)
-    assert _end(3.0, polls=2, waits_from=0.0) == pytest.approx(3.0)
-
-
-def test_a_wait_lets_everything_move() -> None:
-    assert _end(3.0, rounds=3, latency=0.3, waits_from=0.0) == pytest.approx(3.3)
-    assert _end(3.0, rounds=3, latency=0.3, waits_from=5.0) == pytest.approx(5.0 + 2.2)
-    assert _end(2.0, unattended=0.5, waits_from=4.0) == pytest.approx(5.5)
-    assert _end(2.0, unattended=1.0, waits_from=0.5) == pytest.approx(2.0)
+@pytest.mark.parametrize(
+    ("seconds", "keywords", "end"),
+    [
+        (2.0, {"latency": 0.5}, 2.5),  # the transport moves the message by itself
+        (2.0, {"waits_from": 2.0}, 2.0),  # the wait begins as the last byte arrives
+        # Nothing moves beyond the unattended bytes. The look at 1 comes while the message moves.
+        (2.0, {"unattended": 1.5}, None),
+        (2.0, {"unattended": 1.5, "looks": (5.0,)}, 5.5),
+        (2.0, {"unattended": 1.5, "looks": (1.0,)}, 2.0),
+        (2.0, {"unattended": 0.5, "looks": (1.0, 2.0, 3.0)}, 3.5),
+        # Each round begins at a look.
+        (3.0, {"rounds": 3, "latency": 0.3}, None),
+        (3.0, {"rounds": 3, "latency": 0.3, "looks": (2.0, 10.0)}, 11.1),
+        # A handshake takes polls.
+        (3.0, {"polls": 2, "looks": (1.0,)}, None),
+        (3.0, {"polls": 2, "latency": 0.5, "looks": (1.0, 2.0)}, 5.5),
+        (4.0, {"rounds": 2, "polls": 1, "looks": (1.0, 4.0, 5.0)}, 7.0),
+        (3.0, {"polls": 2, "looks": (1.0,), "waits_from": 7.0}, 10.0),
+        (3.0, {"polls": 2, "waits_from": 0.0}, 3.0),
+        # During a wait, everything moves.
+        (3.0, {"rounds": 3, "latency": 0.3, "waits_from": 0.0}, 3.3),
+        (3.0, {"rounds": 3, "latency": 0.3, "waits_from": 5.0}, 7.2),
+        (2.0, {"unattended": 0.5, "waits_from": 4.0}, 5.5),
+        (2.0, {"unattended": 1.0, "waits_from": 0.5}, 2.0),
+    ],
+)
+def test_a_message_moves_by_itself_at_looks_and_during_waits(seconds: float, keywords: dict[str, Any], end: float | None) -> None:
+    assert _end(seconds, **keywords) == (None if end is None else pytest.approx(end))
 
 
 @pytest.mark.parametrize("rounds", [1, 2, 7])
