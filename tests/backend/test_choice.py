@@ -61,22 +61,19 @@ def test_a_machine_without_the_library_cannot_compute_float32_with_onednn(monkey
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype", "message"),
+    ("name", "dtype", "precision", "message"),
     [
-        ("tpu", "float32", "no backend 'tpu'; the backends are auto, numpy, onednn, cuda"),
-        ("numpy", "float16", "No backend computes in float16; set dtype to float32 or float64"),
+        ("tpu", "float32", "float32", "no backend 'tpu'; the backends are auto, numpy, onednn, cuda"),
+        ("numpy", "float16", "float32", "No backend computes in float16; set dtype to float32 or float64"),
+        ("numpy", "float32", "tf32", "precision is tf32, which only backend cuda supports; set precision to float32, or"),
+        ("onednn", "float32", "tf32", "precision is tf32, which only backend cuda supports"),
+        ("cuda", "float64", "bfloat16", "precision is bfloat16, which requires dtype float32; for dtype float64, set"),
+        ("cuda", "float32", "int8", "no precision 'int8'; the precisions are float32, tf32, bfloat16"),
     ],
 )
-def test_unknown_names_and_dtypes_are_refused(name: str, dtype: str, message: str) -> None:
+def test_what_no_backend_computes_is_refused(name: str, dtype: str, precision: str, message: str) -> None:
     with pytest.raises(BackendError, match=message):
-        make_backend(name, dtype)
-
-
-def test_onednn_refuses_float64() -> None:
-    if module._onednn_missing() is not None:
-        pytest.skip("oneDNN is not installed")
-    with pytest.raises(BackendError, match="float32 or bfloat16, not in float64; set backend to numpy"):
-        make_backend("onednn", "float64")
+        make_backend(name, dtype, precision)
 
 
 @pytest.mark.parametrize(
@@ -95,19 +92,6 @@ def test_cuda_computes_in_its_precision(dtype: str, precision: str, activations:
     assert backend.dtype == (activations or "float64")
     assert backend.kernels.runtime.precision == precision
     assert backend.description == f"cuda on emulated, {precision}"
-
-
-@pytest.mark.parametrize("name", ["numpy", "onednn"])
-def test_only_cuda_has_a_choice_of_precision(name: str) -> None:
-    with pytest.raises(BackendError, match=r"precision is tf32, which only backend cuda supports; set precision to float32, or"):
-        make_backend(name, "float32", "tf32")
-
-
-def test_a_precision_goes_with_float32() -> None:
-    with pytest.raises(BackendError, match=r"precision is bfloat16, which requires dtype float32; for dtype float64, set"):
-        make_backend("cuda", "float64", "bfloat16")
-    with pytest.raises(BackendError, match=r"no precision 'int8'; the precisions are float32, tf32, bfloat16"):
-        make_backend("cuda", "float32", "int8")
 
 
 def test_auto_takes_a_gpu_where_one_can_be_used(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -333,21 +333,6 @@ def test_a_flight_record_hears_of_an_operation_once_it_is_with_the_transport(at_
     assert flight.history == ["started: a switch", "started: allreduce of 3 float32 elements", "done"]
 
 
-class _TestsTakeTime:
-    """Complete at the n-th test; each takes 20 us of the clock."""
-
-    def __init__(self, tests: int) -> None:
-        self.left, self.now = tests, 0.0
-
-    def clock(self) -> float:
-        return self.now
-
-    def test(self) -> bool:
-        self.now += 20e-6
-        self.left -= 1
-        return self.left <= 0
-
-
 @given(st.floats(0, 1e4))
 def test_ranks_that_outnumber_cores_sleep_for_a_share_of_their_wait(waited_seconds: float) -> None:
     """So a wait is longer by that share at most, and takes next to nothing of the cores where it is long."""
@@ -360,17 +345,17 @@ def test_ranks_that_outnumber_cores_sleep_for_a_share_of_their_wait(waited_secon
 
 @pytest.mark.parametrize(("policy", "offers"), [(WaitPolicy(), 5), (WaitPolicy(offering_seconds=0.0), 0)])
 def test_a_wait_offers_its_core_before_it_sleeps(policy: WaitPolicy, offers: int) -> None:
-    handle, done = _TestsTakeTime(6), list[str]()
+    clock, done = _Clock(), list[str]()
     engine = ProgressEngine(
         rank=0,
         deadline_seconds=1.0,
         abort=lambda code: None,
-        clock=handle.clock,
+        clock=lambda: 2e-6 * clock.now,  # a test takes 20 us
         sleep=lambda seconds: done.append("sleep"),
         offer_core=lambda: done.append("offer"),
     )
     engine.wait_policy = policy
-    engine.wait(engine.queue(SingleCommunicator()).post(lambda: handle, "slow"))
+    engine.wait(engine.queue(SingleCommunicator()).post(lambda: _After(6, clock), "slow"))
     assert done.count("offer") == max(0, offers - 1)
     assert len(done) == 4
 

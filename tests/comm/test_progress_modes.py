@@ -143,12 +143,6 @@ def test_queues_of_one_name_are_distinguished() -> None:
 NONE, TEST, THREAD = ProgressMode.NONE, ProgressMode.TEST, ProgressMode.THREAD
 
 
-@pytest.mark.parametrize("mode", ProgressMode)
-def test_a_mode_says_what_it_does_in_words(mode: ProgressMode) -> None:
-    assert "move" in mode.in_words
-    assert "test" not in mode.in_words
-
-
 def test_a_mode_is_applied_and_taken_back() -> None:
     engine = ProgressEngine(rank=0, deadline_seconds=9.0, abort=lambda code: None)
     engine.set_mode(NONE)

@@ -84,6 +84,7 @@ def test_version_1_of_control_groups(tmp_path: Path) -> None:
 @pytest.mark.parametrize("mount", ["sys/fs/cgroup", "sys/fs/cgroup/unified"])
 def test_version_2(tmp_path: Path, groups: dict[str, str], quota: float | None, mount: str) -> None:
     files = {f"{mount}/{group}/cpu.max": text for group, text in groups.items()}
+    assert cpu_quota(tmp_path) is None
     root = write(tmp_path, {"proc/self/cgroup": "0::/job/step\n", **files})
     assert (cpu_quota(root), whole_quota(root)) == (quota, None if quota is None else max(1, int(quota)))
 
@@ -96,10 +97,6 @@ def test_version_1(tmp_path: Path, job: int, step: int, quota: float | None, mou
         folder = f"sys/fs/cgroup/{mount}/{group}"
         files |= {f"{folder}/cpu.cfs_quota_us": str(value), f"{folder}/cpu.cfs_period_us": "100000"}
     assert cpu_quota(write(tmp_path, files)) == quota
-
-
-def test_where_nothing_tells_there_is_no_limit(tmp_path: Path) -> None:
-    assert cpu_quota(tmp_path) is None
 
 
 def test_the_end_of_the_slurm_job_is_read_from_the_environment() -> None:

@@ -240,51 +240,35 @@ def sample(count: int = 7, classes: int = 9) -> tuple[np.ndarray, np.ndarray]:
     return random.standard_normal((count, classes)) * 3, random.integers(0, classes, count)
 
 
-@pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_loss_equals_the_definition(smoothing: float) -> None:
-    logits, labels = sample()
-    q = np.full(logits.shape, smoothing / 9)
-    q[np.arange(7), labels] += 1 - smoothing
-    expected = -(q * np.log(np.exp(logits) / np.exp(logits).sum(1, keepdims=True))).sum()
-    assert run(logits, labels, smoothing)[0].loss == pytest.approx(expected, rel=1e-13)
-
-
-@pytest.mark.parametrize("smoothing", [0.0, 0.1])
-@pytest.mark.parametrize("global_count", [7, 225])
-def test_gradient_is_that_of_the_sum_over_the_global_count(smoothing: float, global_count: int) -> None:
-    logits, labels = sample()
-    _, d_logits = run(logits, labels, smoothing, global_count)
-
-    def share() -> np.ndarray:
-        return np.array([run(logits, labels, smoothing)[0].loss / global_count])
-
-    assert_close(d_logits, numerical_gradient(share, logits, np.ones(1)), 1e-9, "logits")
-    np.testing.assert_allclose(d_logits.sum(axis=1), 0, atol=1e-15)
-
-
 WEIGHTS = tuple(np.linspace(0.2, 3.0, 9).tolist())
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
-@pytest.mark.parametrize("share", [1.0, 0.3])
-def test_weights_of_classes_multiply_each_class_of_the_target(smoothing: float, share: float) -> None:
-    """Each class has its own weight, and the gradient is that of the weighted loss."""
+@pytest.mark.parametrize(("share", "global_count"), [(1.0, 7), (0.3, 225)])
+@pytest.mark.parametrize("weights", [(), WEIGHTS], ids=["equal", "weighted"])
+def test_loss_and_gradient_equal_the_definition(
+    smoothing: float, share: float, global_count: int, weights: tuple[float, ...]
+) -> None:
+    """Each class has its own weight, and the gradient is that of the weighted loss over the global count."""
     logits, first = sample()
     second = first[::-1]
     q = np.full(logits.shape, smoothing / 9)
     for part, labels in ((share, first), (1 - share, second)):
         q[np.arange(7), labels] += (1 - smoothing) * part
     mixed = MixedLabels(first, second, share)
-    weighted, scale = q * np.array(WEIGHTS), 7 / sum(WEIGHTS[label] for label in first)
-    expected = -(weighted * np.log(np.exp(logits) / np.exp(logits).sum(1, keepdims=True))).sum() * scale
-    sums, d_logits = run(logits, mixed, smoothing, 7, WEIGHTS, scale)
+    scale = 7 / sum(weights[label] for label in first) if weights else None
+    weighted = q * np.array(weights) * scale if weights else q
+    expected = -(weighted * np.log(np.exp(logits) / np.exp(logits).sum(1, keepdims=True))).sum()
+    sums, d_logits = run(logits, mixed, smoothing, global_count, weights, scale)
     assert sums.loss == pytest.approx(expected, rel=1e-13)
 
     def loss() -> np.ndarray:
-        return np.array([run(logits, mixed, smoothing, 1, WEIGHTS, scale)[0].loss / 7])
+        return np.array([run(logits, mixed, smoothing, 1, weights, scale)[0].loss / global_count])
 
     assert_close(d_logits, numerical_gradient(loss, logits, np.ones(1)), 1e-9, "logits")
-    assert run(logits, mixed, smoothing, 7, WEIGHTS)[0] == run(logits, mixed, smoothing, 7)[0]  # an evaluation
+    if not weights:
+        np.testing.assert_allclose(d_logits.sum(axis=1), 0, atol=1e-15)
+    assert run(logits, mixed, smoothing, 7, weights)[0] == run(logits, mixed, smoothing, 7)[0]  # an evaluation
 
 
 @pytest.mark.torch
