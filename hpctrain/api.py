@@ -24,9 +24,10 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import Annotated, Any
 
 import numpy as np
+from pydantic import Field
 
 from hpctrain.assembly.faults import refusal
 from hpctrain.comm.base import Communicator, raise_on_all_ranks
@@ -42,7 +43,7 @@ from hpctrain.core.errors import (
     HpctrainError,
 )
 from hpctrain.core.files import path_of
-from hpctrain.core.registry import check_counts, check_types
+from hpctrain.core.registry import Count, CountFromZero, check_types
 from hpctrain.core.text import choices
 from hpctrain.core.yaml_source import Source
 from hpctrain.flight.recorder import FlightRecorder
@@ -75,20 +76,21 @@ _PROGRESS = tuple(str(mode) for mode in ProgressMode)
 @contextlib.contextmanager
 def start(
     *,
-    batch: int,
-    rows: int = 1,
-    cols: int | None = None,
-    threads: int | None = None,
+    batch: Count,
+    rows: Count = 1,
+    cols: Count | None = None,
+    threads: Count | None = None,
     progress: str = "test",
-    deadline_seconds: float = _DEADLINE_SECONDS,
+    deadline_seconds: Annotated[float, Field(gt=0)] = _DEADLINE_SECONDS,
     automatic: Automatic | None = None,
     flight: str | Path | None = None,
     signals: bool = False,
 ) -> Iterator[Job]:
     """Start this rank, and MPI if a launcher has started several ranks. An error that leaves the block ends all ranks.
 
-    An `HpctrainError` ends the job with its message and exit code 2, any other exception with its traceback and exit code 1. All
-    ranks must run the same program with the same arguments, packages and files of hpctrain; otherwise the start fails.
+    An `HpctrainError`, or a call with arguments that the function does not have, ends the job with its message and exit code 2;
+    any other exception ends it with its traceback and exit code 1. All ranks must run the same program with the same arguments,
+    packages and files of hpctrain; otherwise the start fails.
 
     Args:
         batch: global batch size, in samples.
@@ -158,17 +160,9 @@ class _Asked:
         Args:
             watch: watch of signals; None: `signals` is False, or the caller is not in Python's main thread.
         """
-        counts = {"batch": (self.batch, 1), "rows": (self.rows, 1), "cols": (self.cols, 1), "threads": (self.threads, 1)}
-        check_counts("cols", "threads", **counts)
-        if not isinstance(self.automatic, Automatic | None):
-            raise ConfigError(f"automatic is {self.automatic!r}, but must be a hpctrain.Automatic; the default is None.")
         check_types(start, vars(self))
         if self.progress not in _PROGRESS:
             raise ConfigError(f'There is no progress mode "{self.progress}"; {choices(self.progress, _PROGRESS)}.')
-        if not self.deadline_seconds > 0:
-            raise ConfigError(
-                f"deadline_seconds is {self.deadline_seconds:g}, but must be above 0; the default is {_DEADLINE_SECONDS:g}."
-            )
         if self.signals and watch is None:
             raise ConfigError("signals is True, but Python receives signals in its main thread only; call `start` there.")
 
@@ -255,7 +249,7 @@ def train(
     /,
     *,
     resume: str | os.PathLike[str] | None = None,
-    steps: int = 0,
+    steps: CountFromZero = 0,
     on_epoch: Callable[[EpochValues], object] | None = None,
     style: ProgressStyle | None = None,
     **overrides: Any,
@@ -284,19 +278,11 @@ def train(
     """
 
     def read() -> tuple[Config, Source]:
-        check_counts(steps=(steps, 0))
-        arguments = {"config": config, "resume": resume, "on_epoch": on_epoch}
-        check_types(
-            train, arguments, config='"configs/quickstart.yaml", for example', resume='"auto", "best" or the path of a run'
-        )
+        check_types(train, {"steps": steps, "config": config, "resume": resume, "on_epoch": on_epoch, "style": style})
         given = keyword_overrides(overrides)
         if isinstance(config, Mapping):
-            loaded = from_mapping(config, given, refusal)
-        else:
-            loaded = load_config(path_of(config), tuple(given))
-        if style not in (None, *get_args(ProgressStyle)):
-            raise ConfigError(f'There is no style "{style}"; {choices(str(style), get_args(ProgressStyle))}.')
-        return loaded
+            return from_mapping(config, given, refusal)
+        return load_config(path_of(config), tuple(given))
 
     with contextlib.ExitStack() as restored:
         restored.callback(gc.collect)  # replica, loaders and groups refer to each other
@@ -399,21 +385,18 @@ def model(name: str, **options: Any) -> Layer:
     Raises:
         ConfigError: the name is unknown, or an option is wrong.
     """
-    check_types(model, {"name": name}, name='"resnet18", for example')
+    check_types(model, {"name": name})
     return catalogue.build(name, options)
 
 
 def schedule(
-    name: str, *, base_lr: float, epochs: int, steps_per_epoch: int, warmup_epochs: float = 0.0, **options: Any
+    name: str, *, base_lr: float, epochs: Count, steps_per_epoch: Count, warmup_epochs: float = 0.0, **options: Any
 ) -> LearningRateSchedule:
     """Return a learning-rate schedule, such as "cosine"; its `lr(step)` returns the learning rate of a step.
 
     Raises:
         ConfigError: the name is unknown, an option is wrong, or a count is not an integer of at least 1.
     """
-    check_counts(epochs=(epochs, 1), steps_per_epoch=(steps_per_epoch, 1))
-    arguments = {"name": name, "base_lr": base_lr, "warmup_epochs": warmup_epochs}
-    check_types(schedule, arguments, name='"cosine", for example', base_lr="0.05, for example")
-    return SCHEDULES.create(
-        name, options, base_lr=base_lr, epochs=epochs, steps_per_epoch=steps_per_epoch, warmup_epochs=warmup_epochs
-    )
+    given = {"base_lr": base_lr, "epochs": epochs, "steps_per_epoch": steps_per_epoch, "warmup_epochs": warmup_epochs}
+    check_types(schedule, {"name": name, **given})
+    return SCHEDULES.create(name, options, **given)

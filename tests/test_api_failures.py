@@ -87,6 +87,16 @@ def test_an_error_of_one_rank_ends_the_job_with_its_traceback_once(
 
 @pytest.mark.slow
 @pytest.mark.sample(1)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_wrong_call_is_one_sentence_with_its_line(job: Job, ranks: int, tmp_path: Path) -> None:
+    outcome = run(job, ranks, tmp_path, "replica.step(batch, rate=0.05)")
+    assert outcome.code == 2, outcome.output
+    assert outcome.stderr.count("TypeError: Replica.step() got an unexpected keyword argument 'rate' (program.py, line") == 1
+    assert "Traceback" not in outcome.output
+
+
+@pytest.mark.slow
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_a_learning_rate_of_its_own_on_one_rank_ends_the_job(job: Job, ranks: int, tmp_path: Path) -> None:
     outcome = run(job, ranks, tmp_path, "replica.step(batch, 0.06); continue")

@@ -73,6 +73,8 @@ def show(value: Any) -> str:
 _RULES: Mapping[str, str] = {
     "bool_parsing": "must be true or false",
     "bool_type": "must be true or false",
+    "callable_type": "must be a function",
+    "dataclass_exact_type": "must be an instance of {class_name}",
     "dict_type": "must be a mapping",
     "enum": "must be {expected}",
     "extra_forbidden": "must not be given",
@@ -85,14 +87,15 @@ _RULES: Mapping[str, str] = {
     "int_parsing": "must be an integer",
     "int_parsing_size": "must be an integer of fewer digits",
     "int_type": "must be an integer",
+    "is_instance_of": "must be an instance of {class}",
     "less_than": "must be less than {lt}",
     "less_than_equal": "must be at most {le}",
     "list_type": "must be a list",
     "literal_error": "must be {expected}",
     "mapping_type": "must be a mapping",
-    "missing": "must have more items",
     "model_type": "must be a mapping",
     "none_required": "must be null",
+    "sequence_str": "must be a list",
     "string_too_short": "must have at least {min_length} character",
     "string_type": "must be a string",
     "too_long": "must be a list of {max_length} items, not {actual_length}",
@@ -107,10 +110,14 @@ def rule_of(item: Mapping[str, Any]) -> str:
     For the program's own error types, the rule is their message. If the value is another framework's word for a legal name, the
     name follows.
     """
+    if item["type"] == "missing" and isinstance(item["loc"][-1], int):
+        return f"must be a list of at least {item['loc'][-1] + 1} items"
     template = _RULES.get(item["type"])
     if template is None:
         return str(item["msg"])
     context = item.get("ctx", {})
+    if context.get("class") in ("Path", "PathLike", "Sequence"):
+        return "must be a list" if context["class"] == "Sequence" else "must be a path"
     rule = template.format(**{name: f"{value:g}" if isinstance(value, float) else value for name, value in context.items()})
     if item["type"] == "literal_error" and isinstance(item["input"], str):
         meant = next((f"'{word}'" for word in synonyms(item["input"]) if f"'{word}'" in context["expected"]), None)
@@ -166,7 +173,7 @@ def _fault(item: Mapping[str, Any], schema: type[BaseModel], meant: Callable[[Ke
         known = f"known keys are {', '.join(fields)}" if near is None else f'the nearest known key is "{dotted(near)}"'
         return Fault(path, UNKNOWN, hint=f"; {known}")
     if item["type"] == "missing":
-        return Fault(path[:-1], f"must be a list of at least {int(path[-1]) + 1} items", value)
+        return Fault(path[:-1], rule_of(item), value)
     if "key" in context:  # an error of a whole section that is about one of its keys
         return Fault((*path, context["key"]), rule_of(item), context.get("value", NONE))
     if item["type"] == "model_type" and inner is not None:

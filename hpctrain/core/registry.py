@@ -13,21 +13,17 @@ from __future__ import annotations
 import importlib
 import inspect
 import json
-import operator
-import os
 import pkgutil
 import re
 import sys
-from abc import ABCMeta
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Sized
+from abc import ABC
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import is_dataclass
-from functools import cache, partial, wraps
-from pathlib import Path
-from types import UnionType
-from typing import Any, Generic, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+from functools import cache, wraps
+from typing import Annotated, Any, Generic, TypeVar, cast, get_type_hints
 
-from pydantic import PydanticUserError, TypeAdapter, ValidationError
+from pydantic import ConfigDict, Field, InstanceOf, PydanticUserError, TypeAdapter, ValidationError
 
 from hpctrain.core import user_code
 from hpctrain.core.answers import rule_of
@@ -35,6 +31,7 @@ from hpctrain.core.errors import ConfigError, HpctrainError, OptionError
 from hpctrain.core.text import MISSPELT, SYNONYMS, choices, joined, nearest, shortened
 
 T = TypeVar("T")
+_STRICT = ConfigDict(strict=True, arbitrary_types_allowed=True)
 
 
 class Registry(Generic[T]):
@@ -256,7 +253,7 @@ def _types(entry: Callable[..., Any]) -> dict[str, Any]:
     # A dataclass may inherit fields from another module, whose names the globals of its own __init__ do not contain.
     annotated = entry.__init__ if inspect.isclass(entry) and not is_dataclass(entry) else entry
     try:
-        return get_type_hints(annotated)
+        return get_type_hints(annotated, include_extras=True)
     except NameError:
         return {}
 
@@ -276,97 +273,82 @@ def _converted(value: Any, annotation: Any, label: str, key: str) -> Any:
         raise OptionError(f"{label} is {json.dumps(value)}, but {reasons}.", key) from None
 
 
-def check_counts(*optional: str, **counts: tuple[Any, int]) -> None:
-    """Raise unless each argument is an integer of at least its minimum. Integers of NumPy are accepted.
+#: annotations of counts, whose minimum `check_types` checks, too
+Count = Annotated[int, Field(ge=1)]
+CountFromZero = Annotated[int, Field(ge=0)]
 
-    Args:
-        optional: names of the arguments that may be None.
-        counts: pairs (value, minimum) by the name of the argument.
-
-    Raises:
-        ConfigError: an argument is not. The message has its name and its value.
-    """
-    for name, (value, least) in counts.items():
-        if value is None and name in optional:
-            continue
-        try:
-            if not isinstance(value, bool) and operator.index(value) >= least:
-                continue
-        except TypeError:  # no integer, or an array of several
-            pass
-        raise ConfigError(f"{name} is {value!r}, but must be an integer of at least {least}.")
+_MOST_OF_A_LIST = 1 << 16  # longer arrays are weights or images
 
 
-#: words for a type in messages of `check_types`: one value, and several
-_TYPE_WORDS: dict[object, tuple[str, str]] = {
-    str: ("a string", "strings"),
-    Path: ("a path", "paths"),
-    os.PathLike: ("a path", "paths"),
-    int: ("an integer", "integers"),
-    float: ("a number", "numbers"),
-    bool: ("True or False", "truth values"),
-    type(None): ("None", "None"),
-}
-
-
-def check_types(function: Callable[..., Any], arguments: Mapping[str, Any], **legal: str) -> None:
+def check_types(function: Callable[..., Any], arguments: Mapping[str, Any], owner: str = "") -> None:
     """Raise unless the arguments of a function have the types of its annotations.
 
-    NumPy's numbers are accepted, and any sequence for a tuple. Arrays and unknown types are not checked.
+    NumPy's numbers are accepted, and lists and arrays for tuples. Parameters that are arrays are not checked.
 
     Args:
         arguments: arguments by name; names that are no parameters are ignored.
-        legal: legal value by name, for the message.
+        owner: words after the name of an argument, such as " of Conv2d".
 
     Raises:
         ConfigError: an argument has another type. The message has its name and its value.
     """
-    types, parameters = _types(function), inspect.signature(function).parameters
+    adapters = _adapters(function)
     for name, value in arguments.items():
-        expected = types.get(name, Any)
-        if name in parameters and not _test(expected)(value):
-            raise _wrong_type(name, value, expected, legal.get(name))
+        given = _plain(value) if name in adapters else value
+        items = _violations(adapters[name], given) if name in adapters else []
+        if not items:
+            continue
+        # If one alternative of a union accepts the value but not one of its items, the user meant this alternative.
+        inner = next((item for item in items if item["input"] is not given), None)
+        if inner is not None:
+            name, value, items = f"{name}[{inner['loc'][-1]!r}]", inner["input"], [inner]
+        raise ConfigError(f"{name}{owner} is {shortened(value)}, but {joined(map(rule_of, items))}.")
 
 
-class CheckedArguments(ABCMeta):
-    """Metaclass of public base classes, such as `Layer`: constructors of hpctrain's subclasses check their arguments.
+class Checked(ABC):  # noqa: B024 - its subclasses declare the abstract methods
+    """Base of classes that users derive from, such as `Layer`.
 
-    Generated constructors of dataclasses are included. Constructors of user classes are not checked, but the constructors of
-    hpctrain that they call are. Public methods of user classes raise an error unless their results have the types that the base
-    class in hpctrain declares.
+    Constructors of hpctrain's subclasses check their arguments. Public methods of user classes raise an error unless their
+    results have the types that the class in hpctrain declares.
     """
 
-    def __init__(cls, name: str, bases: tuple[type, ...], attributes: dict[str, Any], **keywords: Any) -> None:
-        super().__init__(name, bases, attributes, **keywords)
-        for key, value in attributes.items():
-            if inspect.isfunction(value) and (key == "__init__" or not key.startswith("_")):
-                setattr(cls, key, value)
+    def __init_subclass__(cls, **keywords: Any) -> None:
+        super().__init_subclass__(**keywords)
+        is_ours = cls.__module__.startswith("hpctrain.")
+        for name, method in [item for item in vars(cls).items() if inspect.isfunction(item[1])]:
+            if is_ours and name == "__init__":
+                setattr(cls, name, _with_checked_arguments(method, f" of {cls.__name__}"))
+            elif not is_ours and not name.startswith("_"):
+                bases = (base for base in cls.__mro__[1:] if base.__module__.startswith("hpctrain."))
+                declared = [vars(base)[name] for base in bases if inspect.isfunction(vars(base).get(name))]
+                if declared:
+                    setattr(cls, name, _with_checked_result(cls, method, declared[-1]))
 
-    # `dataclass` assigns its generated constructor after the class exists.
-    def __setattr__(cls, name: str, value: Any) -> None:
-        if cls.__module__.startswith("hpctrain."):
-            value = _with_checked_types(cls, value) if name == "__init__" else value
-        elif inspect.isfunction(value) and not name.startswith("_"):
-            inherited = [vars(base).get(name) for base in cls.__mro__[1:] if base.__module__.startswith("hpctrain.")]
-            declared = [method for method in inherited if inspect.isfunction(method)]
-            value = _with_checked_result(cls, value, declared[-1]) if declared else value
-        super().__setattr__(name, value)
+    def __post_init__(self) -> None:  # of dataclasses, whose constructors do not exist yet in __init_subclass__
+        check_types(type(self), vars(self), f" of {type(self).__name__}")
+
+
+def _with_checked_arguments(constructor: Callable[..., None], owner: str) -> Callable[..., None]:
+    names = list(inspect.signature(constructor).parameters)[1:]
+
+    @wraps(constructor)
+    def checked(self: Any, *arguments: Any, **keywords: Any) -> None:
+        check_types(constructor, {**dict(zip(names, arguments, strict=False)), **keywords}, owner)
+        constructor(self, *arguments, **keywords)
+
+    return checked
 
 
 def _with_checked_result(cls: type, method: Callable[..., Any], declared: Callable[..., Any]) -> Callable[..., Any]:
     """Return a method of a user class that raises a ConfigError unless its result has the type that hpctrain declares."""
-    expected: list[tuple[Any, frozenset[type]]] = []  # read at the first call, when all names are defined
 
     @wraps(method)
     def checked(*arguments: Any, **keywords: Any) -> Any:
         result = method(*arguments, **keywords)
-        if not expected:
-            annotation = _types(declared).get("return", Any)
-            expected.append((annotation, _usual_types(annotation)))
-        annotation, usual = expected[0]
-        if type(result) not in usual and not _test(annotation)(result):
+        adapter = _adapters(declared).get("return")
+        if adapter is not None and _violations(adapter, _plain(result)):
             summary = (declared.__doc__ or "Return its result").partition(".")[0]
-            wanted = "None" if annotation is type(None) else summary.removeprefix("Return ")
+            wanted = "None" if _types(declared)["return"] is type(None) else summary.removeprefix("Return ")
             shown = " ".join(shortened(result).split())
             raise ConfigError(f"{user_code.place(cls, declared.__name__)} returns {shown}, but must return {wanted}.")
         return result
@@ -374,153 +356,43 @@ def _with_checked_result(cls: type, method: Callable[..., Any], declared: Callab
     return checked
 
 
-def _with_checked_types(cls: type, constructor: Callable[..., None]) -> Callable[..., None]:
-    """Return a constructor that raises unless its arguments have the annotated types of its parameters."""
-    parameters = dict(inspect.signature(constructor).parameters)
-    del parameters[next(iter(parameters))]  # self
-    by_place = [name for name, parameter in parameters.items() if parameter.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
-    types: dict[str, Any] = {}
-    # A network has hundreds of layers, so most arguments must pass by a comparison of their type alone.
-    usual: dict[str, frozenset[type]] = {}
-
-    @wraps(constructor)
-    def checked(self: Any, *arguments: Any, **keywords: Any) -> None:
-        if parameters and not usual:  # at the first call, when a dataclass is complete
-            types.update(_types(cls if is_dataclass(cls) else constructor))
-            usual.update({name: _usual_types(types.get(name, Any)) for name in (*parameters, *types)})
-        for name, value in (*zip(by_place, arguments, strict=False), *keywords.items()):
-            if name in types and type(value) not in usual[name] and not _test(types[name])(value):
-                raise _wrong_type(name, value, types[name], owner=f" of {cls.__name__}")
-        constructor(self, *arguments, **keywords)
-
-    return checked
-
-
-def _usual_types(expected: Any) -> frozenset[type]:
-    """Return the plain types all of whose values are legal for an annotation. Other types need `_test`."""
-    members = _members(expected)
-    plain = {kind for kind in members if kind in (int, float, bool, str, type(None))}
-    return frozenset(plain | ({int} if float in plain else set()))
-
-
-def _wrong_type(name: str, value: Any, expected: Any, legal: str | None = None, *, owner: str = "") -> ConfigError:
-    """Return the error for an argument of a wrong type; `owner` follows its name, as in "kernel of Conv2d"."""
-    parameter, (name, value, expected) = name, _wrong_item(name, value, expected)
-    kind = get_origin(_members(expected)[0]) or _members(expected)[0]
-    advice = "" if legal is None or name != parameter else f"; use {legal}"
-    if inspect.isclass(value) and inspect.isclass(kind) and issubclass(value, kind):
-        advice = f"; call the class, as in {value.__name__}()"
-    return ConfigError(f"{name}{owner} is {shortened(value)}, but must be {_words(expected)}{advice}.")
-
-
-def _wrong_item(name: str, value: Any, expected: Any) -> tuple[str, Any, Any]:
-    """Return (name, value, expected type) of the first wrong item of a mapping or a list; the arguments if there is none."""
-    for member in _members(expected):
-        origin, kind = get_origin(member), (get_args(member) or (Any,))[-1]  # of the values
-        if origin is Mapping and isinstance(value, Mapping):
-            items = list(value.items())
-        elif origin is Sequence and isinstance(value, list | tuple):
-            items = list(enumerate(value))
-        else:
-            continue
-        fits = _test(kind)
-        if origin is Mapping or (inspect.isclass(kind) and kind not in _TYPE_WORDS):
-            wrong = ((f"{name}[{key!r}]", item, kind) for key, item in items if not fits(item))
-            return next(wrong, (name, value, expected))
-    return name, value, expected
-
-
-def _members(expected: Any) -> tuple[Any, ...]:
-    """Return the types of a union, or the type itself. A type that another one includes is left out."""
-    if get_origin(expected) not in (Union, UnionType):
-        return (expected,)
-    members = get_args(expected)
-    return tuple(member for member in members if not (member is int and float in members))
+@cache
+def _adapters(function: Callable[..., Any]) -> dict[str, TypeAdapter[Any]]:
+    """Return the strict validators of a function's annotations, without those that accept anything."""
+    names = {*inspect.signature(function).parameters, "return"}
+    adapters = {name: _adapter(annotation) for name, annotation in _types(function).items() if name in names}
+    return {name: adapter for name, adapter in adapters.items() if adapter is not None}
 
 
 @cache
-def _test(expected: Any) -> Callable[[Any], bool]:
-    """Return a function of a value that returns whether the value is legal for an annotation."""
-    members = _members(expected)
-    if len(members) > 1:
-        tests = [_test(member) for member in members]
-        return lambda value: any(test(value) for test in tests)
-    origin, inner = get_origin(expected) or expected, get_args(expected)
-    if expected is Any:
-        return lambda value: True
-    if expected in (int, float):
-        return partial(_is_number, kind=expected)
-    if expected is bool:
-        return _is_bool
-    if expected is Path:
-        return lambda value: isinstance(value, os.PathLike)
-    if origin is Literal:
-        return lambda value: any(type(value) is type(legal) and value == legal for legal in inner)
-    if origin in (tuple, Sequence):
-        kinds = inner if origin is tuple else (*inner, ...)
-        return partial(_is_sequence, kinds=tuple(kind if kind is ... else _test(kind) for kind in kinds))
-    if origin is Mapping and inner:
-        of_key, of_value = _test(inner[0]), _test(inner[1])
-        return lambda value: isinstance(value, Mapping) and all(of_key(key) and of_value(item) for key, item in value.items())
-    if origin is Callable:
-        return callable
-    is_array = getattr(expected, "__module__", None) == "numpy"
-    if is_array or not isinstance(origin, type) or getattr(origin, "_is_protocol", False):
-        return lambda value: True
-    return lambda value: isinstance(value, origin)
-
-
-def _is_number(value: Any, kind: type[int] | type[float]) -> bool:
-    if type(value) in (kind, int):
-        return True
-    if _is_bool(value) or isinstance(value, str | bytes):
-        return False
+def _adapter(annotation: Any) -> TypeAdapter[Any] | None:
+    """Return the strict validator of an annotation; None for arrays and types that pydantic does not know."""
+    if annotation is Any or getattr(annotation, "__module__", None) == "numpy":
+        return None
     try:
-        operator.index(value) if kind is int else float(value)
-    except (TypeError, ValueError, OverflowError):
-        return False
-    return True
+        if is_dataclass(annotation):  # pydantic accepts no `config` here
+            return TypeAdapter(Annotated[annotation, InstanceOf()])
+        return TypeAdapter(annotation, config=_STRICT)
+    except PydanticUserError:
+        return None
 
 
-def _is_sequence(value: Any, kinds: tuple[Any, ...]) -> bool:
-    """Return whether a value is a sequence whose items pass the tests `kinds`; (test, ...) tests every item."""
-    if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
-        return False
-    if not isinstance(value, Sized):  # an iterator, which a test would exhaust
-        return True
-    if kinds[-1] is ...:
-        return all(map(kinds[0], value))
-    return len(value) == len(kinds) and all(test(item) for test, item in zip(kinds, value, strict=True))
+def _violations(adapter: TypeAdapter[Any], value: Any) -> list[Any]:
+    """Return pydantic's errors for a value; empty if it is legal."""
+    try:
+        adapter.validate_python(value)
+    except ValidationError as error:
+        return list(error.errors(include_url=False))
+    return []
 
 
-def _is_bool(value: Any) -> bool:
-    return type(value).__name__ in ("bool", "bool_")  # NumPy's types have these names
-
-
-def _words(expected: Any, several: bool = False) -> str:
-    """Return a type as words, such as "a path or None"."""
-    members = _members(expected)
-    if any((get_origin(member) or member) in (Path, os.PathLike) for member in members):
-        members = tuple(member for member in members if member is not str)  # a string is a path, too
-    if len(members) > 1:
-        *first, last = dict.fromkeys(_words(member, several) for member in members)
-        return f"{', '.join(first)} or {last}" if first else last
-    (kind,), origin = members, get_origin(members[0]) or members[0]
-    if origin in _TYPE_WORDS:
-        return _TYPE_WORDS[origin][several]
-    if origin is Literal:
-        return " or ".join(map(repr, get_args(kind)))
-    if origin is tuple and get_args(kind)[-1] is not ...:
-        return f"{'lists of ' if several else ''}{len(get_args(kind))} {_words(get_args(kind)[0], several=True)}"
-    if origin in (tuple, Sequence):
-        return f"{'lists' if several else 'a list'} of {_words(get_args(kind)[0], several=True)}"
-    if origin is Mapping:
-        of = "" if Any in get_args(kind)[1:] else " of " + " to ".join(_words(inner, several=True) for inner in get_args(kind))
-        return f"{'mappings' if several else 'a mapping'}{of}"
-    if origin is Callable:
-        return "functions" if several else "a function"
-    name = origin.__name__.lower() if origin.__name__.istitle() else origin.__name__
-    return f"{name}s" if several else f"{_article(name)} {name}"
+def _plain(value: Any) -> Any:
+    """Return a value with Python's numbers in place of NumPy's, and tuples in place of lists and short arrays."""
+    if type(value).__module__ == "numpy" and getattr(value, "ndim", 2) < 2 and value.size <= _MOST_OF_A_LIST:
+        value = value.tolist()
+    if isinstance(value, list | tuple):
+        return tuple(map(_plain, value))
+    return {key: _plain(item) for key, item in value.items()} if isinstance(value, Mapping) else value
 
 
 def unknown(kind: str, name: str, names: Iterable[str]) -> ConfigError:

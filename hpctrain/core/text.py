@@ -53,7 +53,7 @@ def shortened(value: object, most: int = _SHOWN_CHARACTERS) -> str:
     """Return the repr of a value for a message, truncated after `most` characters."""
     if isinstance(value, str) and len(value) > most:
         return f"{value[:most]!r}... ({len(value)} characters)"
-    text = repr(value)
+    text = f"the class {value.__name__}" if isinstance(value, type) else repr(value)
     return text if len(text) <= most else f"{text[:most]}..."
 
 

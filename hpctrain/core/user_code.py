@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from importlib.metadata import EntryPoints
 
 _REFERENCE = re.compile(r"(?P<place>[^:]+):(?P<name>[A-Za-z_]\w*)")
+#: Python's error for arguments that a function does not have
+_WRONG_CALL = re.compile(r"([A-Za-z_][\w.]*)\(\) (?:missing|takes|got)")
 _MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 _MOST_CODE_BYTES = 1 << 28  # large enough for compiled modules
 _NOT_THE_USERS = ("<frozen ", str(Path(importlib.__file__).parents[1]))
@@ -271,6 +273,14 @@ def raises_itself(error: BaseException) -> bool:
     return _is_of_user(frames[-1].filename) and (frames[-1].line or "").startswith("raise")
 
 
+def wrong_call(error: Exception) -> str | None:
+    """Return the sentence for a call in user code with arguments that the function does not have; None for other errors."""
+    if not isinstance(error, TypeError) or _WRONG_CALL.match(str(error)) is None:
+        return None
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{_kind_and_words(error)} ({frame.filename}, line {frame.lineno})." if _is_of_user(frame.filename) else None
+
+
 def place(kind: type, method: str) -> str:
     """Return the names of a class and its method, and the file and line of the method if it is a function."""
     code = getattr(inspect.unwrap(getattr(kind, method)), "__code__", None)  # a callable object has none
@@ -301,7 +311,7 @@ def _is_of_user(file: str) -> bool:
 
 def _called_wrongly(error: TypeError) -> tuple[str, int] | None:
     """Return (file, line) of the user's function that was called with wrong arguments; None for other functions."""
-    match = re.match(r"([A-Za-z_][\w.]*)\(\) (?:missing|takes|got)", str(error))
+    match = _WRONG_CALL.match(str(error))
     for module in tuple(sys.modules.values()) if match else ():
         if not _is_of_user(getattr(module, "__file__", None) or ""):
             continue

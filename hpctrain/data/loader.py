@@ -27,7 +27,7 @@ import numpy as np
 from hpctrain.backend.pixels import PixelBatch
 from hpctrain.core.errors import DataError, ShapeError
 from hpctrain.core.intervals import Box, clip, relative, shape_of, size_of, whole
-from hpctrain.core.registry import check_counts
+from hpctrain.core.registry import CountFromZero, check_types
 from hpctrain.data.cache import SampleCache
 from hpctrain.data.image_file import ImageArray, ImageFile
 from hpctrain.data.pipeline import ImageSizes, Pipeline
@@ -103,7 +103,7 @@ class BatchSource(Protocol):
 
     sampler: Sampler
 
-    def epoch(self, epoch: int, first: int = 0) -> Generator[Batch, None, None]:
+    def epoch(self, epoch: CountFromZero, first: CountFromZero = 0) -> Generator[Batch, None, None]:
         """Yield the batches of one epoch from its sample `first`; all ranks yield the same number of batches."""
 
 
@@ -252,12 +252,12 @@ class Loader(_Batches):
         assert not self._in_use
         self._images = pixels
 
-    def epoch(self, epoch: int, first: int = 0) -> Generator[Batch, None, None]:
+    def epoch(self, epoch: CountFromZero, first: CountFromZero = 0) -> Generator[Batch, None, None]:
         """Yield the batches of one epoch; see `BatchSource`.
 
         Errors in the thread are raised here. Closing the generator early ends the thread. Only one epoch may be in progress.
         """
-        check_counts(epoch=(epoch, 0), first=(first, 0))
+        check_types(Loader.epoch, {"epoch": epoch, "first": first})
         assert not self._in_use, "an epoch of this loader is still being read; close it first"
         self._in_use = True
         try:
@@ -547,8 +547,8 @@ class ArrayLoader(_Batches):
         height, width, channels = images.shape[1:]
         self._image_shape = height, width, channels
 
-    def epoch(self, epoch: int, first: int = 0) -> Generator[Batch, None, None]:
-        check_counts(epoch=(epoch, 0), first=(first, 0))
+    def epoch(self, epoch: CountFromZero, first: CountFromZero = 0) -> Generator[Batch, None, None]:
+        check_types(ArrayLoader.epoch, {"epoch": epoch, "first": first})
         for step in range(self.sampler.steps(first)):
             yield self._make(epoch, step, first)
 

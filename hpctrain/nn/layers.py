@@ -35,7 +35,7 @@ from hpctrain.backend.specs import (
 )
 from hpctrain.core.errors import ConfigError, ShapeError
 from hpctrain.core.intervals import Box
-from hpctrain.core.registry import CheckedArguments
+from hpctrain.core.registry import Checked
 from hpctrain.nn import initialise
 from hpctrain.nn.parameter import Initializer, Interchange, ParameterSpec, StatisticSpec
 
@@ -45,7 +45,7 @@ def join(prefix: str, name: str) -> str:
     return f"{prefix}.{name}" if prefix else name
 
 
-class Layer(metaclass=CheckedArguments):
+class Layer(Checked):
     """A differentiable function with parameters.
 
     Leaves implement `spec`; containers implement `children` and `lower`.

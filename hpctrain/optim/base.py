@@ -21,7 +21,7 @@ from itertools import pairwise
 import numpy as np
 
 from hpctrain.backend.arithmetic import Array, UpdateRun
-from hpctrain.core.registry import CheckedArguments
+from hpctrain.core.registry import Checked
 from hpctrain.nn.parameter import FlatGroup, Segment, whole
 
 
@@ -72,7 +72,7 @@ _PLAIN = (bool, int, float, str, type(None))
 _arguments = cache(inspect.signature)
 
 
-class Optimizer(metaclass=CheckedArguments):
+class Optimizer(Checked):
     """Base of optimisers, which update `group.data` from `group.grad`.
 
     The common options are weight_decay, decay_exclude ("norm_and_bias" or "none") and clip_norm (None: off).

@@ -15,12 +15,12 @@ from itertools import pairwise
 from typing import Any, Literal
 
 from hpctrain.core.errors import ConfigError, OptionError
-from hpctrain.core.registry import CheckedArguments, Registry
+from hpctrain.core.registry import Checked, Registry
 from hpctrain.optim.stagnation import ImprovementRule, Stagnation
 
 
 @dataclass(frozen=True, kw_only=True)
-class LearningRateSchedule(metaclass=CheckedArguments):
+class LearningRateSchedule(Checked):
     """Base of schedules: warm-up from warmup_start * base_lr to base_lr over `warmup_epochs`, then `after_warmup`.
 
     The step after the warm-up is the first at the full rate: lr(warmup_steps) == after_warmup(warmup_steps, 0).
@@ -43,6 +43,7 @@ class LearningRateSchedule(metaclass=CheckedArguments):
     warmup_start: float = 0.1
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not (self.base_lr > 0.0 and math.isfinite(self.base_lr)):
             raise ConfigError(f"lr is {self.base_lr}, but must be a positive number; 0.1 is a usual value.")
         if self.epochs < 1:

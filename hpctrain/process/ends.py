@@ -178,7 +178,7 @@ def _out_of_memory(error: MemoryError, rank: int) -> str:
 
 def _sentences(error: Exception) -> list[str]:
     """Return the lines to print; empty if the user cannot fix the error."""
-    stated = error if isinstance(error, HpctrainError) else user_code.fault(error)
+    stated = error if isinstance(error, HpctrainError) else user_code.fault(error) or user_code.wrong_call(error)
     if stated is not None:
         return [line for line in str(stated).split("\n") if line]
     if not isinstance(error, OSError) or error.strerror is None:

@@ -19,7 +19,7 @@ from hpctrain.backend.choice import Backend, make_backend
 from hpctrain.comm.base import Communicator, Subject, compare, raise_on_all_ranks
 from hpctrain.config.schema import SYNTHETIC, Config
 from hpctrain.core.errors import ConfigError, DataError
-from hpctrain.core.registry import check_counts, check_types
+from hpctrain.core.registry import Count, check_types
 from hpctrain.core.text import shortened
 from hpctrain.job.automatic_choice import (
     CHOICE_META,
@@ -146,7 +146,7 @@ class Automatic:
     model: Layer
     image_shape: tuple[int, int, int]
     optimizer: Choice | Callable[[], Optimizer] = "sgd"
-    micro_batches: int = 1
+    micro_batches: Count = 1
     backend: str = "auto"
     dtype: str = "float32"
     precision: str = "float32"
@@ -162,8 +162,7 @@ class Automatic:
         place = started.place()
 
         def planned() -> tuple[Job, Backend]:
-            check_counts(micro_batches=(self.micro_batches, 1))
-            check_types(Automatic, vars(self), model='hpctrain.model("small")', image_shape="(28, 28, 1), for example")
+            check_types(Automatic, vars(self))
             chosen = make_backend(self.backend, self.dtype, self.precision, place)
             optimizer, lowering = optimizer_of(self.optimizer)(), Lowering(self.model, dtype=chosen.dtype)
             name, averages = type(self.model).__name__, self.ema_decay is not None

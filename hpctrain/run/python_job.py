@@ -25,7 +25,7 @@ from hpctrain.comm.base import Communicator, Subject, compare, raise_on_all_rank
 from hpctrain.config.schema import CacheConfig, NonFiniteConfig
 from hpctrain.core.errors import CheckpointError, ConfigError, DataError, DivergedError, ShapeError
 from hpctrain.core.files import path_of
-from hpctrain.core.registry import check_counts, check_options, check_types
+from hpctrain.core.registry import Count, CountFromZero, check_options, check_types
 from hpctrain.data.image_file import ImageFile, described, differences
 from hpctrain.data.loader import ArrayLoader, Loader, as_samples
 from hpctrain.data.pipeline import ImageSizes, Pipeline
@@ -177,7 +177,6 @@ _AUTO = "auto"
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 #: names of a loader's files in messages
 _FILE, _LIKE = "data file", "file of `like`"
-_REPLICA = "the result of job.replica"
 _WRITTEN = "If the program itself wrote these values, the same on all ranks, call replica.parameters_written() afterwards."
 
 
@@ -256,8 +255,8 @@ class Job(StartedRank):
         averager: Choice = "sharded",
         plan: Mapping[str, str] | str | None = None,
         tiles: tuple[int, int] | None = None,
-        micro_batches: int = 1,
-        exact_shards: int | None = None,
+        micro_batches: Count = 1,
+        exact_shards: Count | None = None,
         backend: str = "auto",
         dtype: str = "float32",
         precision: str = "float32",
@@ -265,7 +264,7 @@ class Job(StartedRank):
         label_smoothing: float = 0.0,
         class_weights: Sequence[float] = (),
         ema_decay: float | None = None,
-        checks_every_steps: int = 10,
+        checks_every_steps: CountFromZero = 10,
         on_nonfinite: str | Mapping[str, Any] = "stop",
         frozen: Sequence[str] = (),
     ) -> Replica:
@@ -301,11 +300,7 @@ class Job(StartedRank):
         arguments = dict(locals())
 
         def make() -> Replica:
-            counts = {"micro_batches": (micro_batches, 1), "checks_every_steps": (checks_every_steps, 0)}
-            check_counts("exact_shards", exact_shards=(exact_shards, 1), **counts)
-            name = arguments["model"] if isinstance(arguments["model"], str) else "small"
-            layer = f'hpctrain.model("{name}")'
-            check_types(Job.replica, arguments, model=layer, image_shape="(28, 28, 1), for example")
+            check_types(Job.replica, arguments)
             answer = _answer(on_nonfinite)
             words = (backend, dtype, precision)
             chosen = self.backends.get(words) or make_backend(*words, self.place)
@@ -394,7 +389,7 @@ class Job(StartedRank):
         replica: Replica,
         path: str | Path,
         *,
-        batch: int | None = None,
+        batch: Count | None = None,
         shuffle: bool = True,
         seed: int = 0,
         augment: Sequence[Choice] = (),
@@ -403,8 +398,8 @@ class Job(StartedRank):
         like: str | Path | None = None,
         validation: int | float | None = None,
         validation_of: Loader | None = None,
-        prefetch: int = 2,
-        threads: int = 1,
+        prefetch: CountFromZero = 2,
+        threads: Count = 1,
         cache: bool | Mapping[str, Any] = True,
     ) -> Loader:
         """Return the loader of this rank's share of an HDF5 file (docs/data.md).
@@ -482,7 +477,7 @@ class Job(StartedRank):
         images: np.ndarray,
         labels: np.ndarray,
         *,
-        batch: int | None = None,
+        batch: Count | None = None,
         shuffle: bool = True,
         seed: int = 0,
         mixing: Mapping[str, float] | None = None,
@@ -502,8 +497,7 @@ class Job(StartedRank):
         arguments = dict(locals())
 
         def make() -> tuple[ArrayLoader, Subject]:
-            check_counts("batch", batch=(batch, 1))
-            check_types(Job.array_loader, arguments, replica=_REPLICA)
+            check_types(Job.array_loader, arguments)
             samples = as_samples(images, labels, replica.network.classes, replica.network.parameter_dtype)
             _warn(self, *constant_metrics(samples.labels, replica.network.classes, "job.array_loader") if shuffle else ())
             check_shape(samples.images.shape[1:], replica)
@@ -526,9 +520,7 @@ class Job(StartedRank):
         paths = {_FILE: path} if like is None else {_FILE: path, _LIKE: like}
 
         def opened() -> dict[str, ImageFile]:
-            counts = {name: (arguments[name], least) for name, least in {"batch": 1, "prefetch": 0, "threads": 1}.items()}
-            check_counts("batch", **counts)
-            check_types(Job.loader, arguments, replica=_REPLICA, path='"data/train.h5", for example')
+            check_types(Job.loader, arguments)
             return {name: ImageFile.open(str(path_of(place))) for name, place in paths.items()}
 
         files = raise_on_all_ranks(self.world, opened)
@@ -586,7 +578,7 @@ class Job(StartedRank):
         """Check the arguments of a method, and return its path with `~` and variables expanded. Collective."""
 
         def expanded() -> Path:
-            check_types(method, arguments, replica=_REPLICA, path='"net.h5", for example')
+            check_types(method, arguments)
             return path_of(path)
 
         return raise_on_all_ranks(self.world, expanded)

@@ -469,7 +469,7 @@ class Replica:
                 checks, other values that ranks must hold alike; raised on every rank.
         """
         if type(batch) is not Batch or type(lr) is not float:  # reading annotations takes longer than this comparison
-            check_types(Replica.step, {"batch": batch, "lr": lr}, batch="a batch of loader.epoch(0)", lr="0.05, for example")
+            check_types(Replica.step, {"batch": batch, "lr": lr})
         self.loop.begin(batch.epoch, self.global_step)
         if self._nominal_batch is not None and (batch.global_count, batch.image_shape) not in self._checked:
             self._checked.add((batch.global_count, batch.image_shape))

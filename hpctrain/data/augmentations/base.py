@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from hpctrain.core.errors import OptionError
 from hpctrain.core.intervals import Box, whole
-from hpctrain.core.registry import CheckedArguments
+from hpctrain.core.registry import Checked
 
 MOST_PIXELS = 1 << 15
 #: size in bytes below which OpenCV gains too little to be loaded
@@ -26,7 +26,7 @@ LEAST_FOR_OPENCV = 1 << 14
 Words = Callable[[int], NDArray[np.uint32]]
 
 
-class Augmentation(metaclass=CheckedArguments):
+class Augmentation(Checked):
     """Map of images (N, H, W, C) uint8 to (N, *output_shape) uint8.
 
     A subclass that defines only `apply` computes whole images even for ranks that need a region. Overriding `source` and
