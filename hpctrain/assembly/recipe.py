@@ -165,7 +165,7 @@ class Recipe:
 
         Raises:
             ConfigError: a section is auto, grid.cols is unknown, or the ranks cannot share the batch or the shards.
-            ShapeError: the grid does not multiply to the number of ranks; the message contains the nearest grid that does.
+            ShapeError: the grid does not multiply to the number of ranks.
         """
         config = self.config
         if config.automatic:

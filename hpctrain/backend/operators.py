@@ -53,16 +53,14 @@ def checked_labels(labels: np.ndarray, classes: int) -> np.ndarray:
     """Return labels (N,) of any integer dtype as int64, after checking that all are in [0, classes).
 
     Raises:
-        DataError: a label is outside; the message states the first such label and the nearest legal one.
+        DataError: a label is outside; the message states the first such label.
     """
     labels = np.asarray(labels).astype(np.int64)
     wrong = labels[(labels < 0) | (labels >= classes)]
     if wrong.size:
-        nearest = 0 if wrong[0] < 0 else classes - 1
-        raise DataError(
-            f"Label {wrong[0]} is outside the model's classes 0 to {classes - 1}; the nearest legal label is {nearest}, "
-            f"or the model needs at least {int(labels.max()) + 1} classes."
-        )
+        most = int(labels.max())
+        needed = f"; the labels need a model of at least {most + 1} classes" if most >= classes else ""
+        raise DataError(f"Label {wrong[0]} is outside the model's classes 0 to {classes - 1}{needed}.")
     return labels
 
 

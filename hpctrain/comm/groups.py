@@ -282,19 +282,12 @@ class ProcessGrid:
 
 
 def check_grid(rows: int, cols: int, size: int) -> None:
-    """Raise unless `rows` times `cols` is `size`.
-
-    Raises:
-        ShapeError: the grid does not fit; the message names the nearest legal grid.
-    """
-    if rows >= 1 and cols >= 1 and rows * cols == size:
-        return
-    divisors = [n for n in range(1, size + 1) if size % n == 0]
-    nearest = min(divisors, key=lambda n: (abs(n - rows), n))
-    raise ShapeError(
-        f"A grid of {rows} x {cols} has {rows * cols} places, but the number of ranks is {size}; grid.rows * grid.cols must be "
-        f"{size}, and the nearest legal grid is {nearest} x {size // nearest}."
-    )
+    """Raise a ShapeError unless `rows` times `cols` is `size`."""
+    if rows < 1 or cols < 1 or rows * cols != size:
+        raise ShapeError(
+            f"A grid of {rows} x {cols} has {rows * cols} places, but the number of ranks is {size}; grid.rows * grid.cols must "
+            f"be {size}."
+        )
 
 
 def coordinates(node_of: tuple[int, ...], rows: int) -> list[tuple[int, int]]:

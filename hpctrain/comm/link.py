@@ -43,7 +43,7 @@ class LinkModel:
 
     def __post_init__(self) -> None:
         if min(self.alpha_seconds, self.beta_seconds_per_byte, self.operation_seconds) < 0:
-            raise ValueError(f"The times of a link must not be negative, but are {self}; the nearest legal value is 0.")
+            raise ValueError(f"The times of a link must not be negative, but are {self}.")
 
     def point_to_point_seconds(self, n_bytes: int) -> float:
         """Return alpha + n beta."""

@@ -89,14 +89,7 @@ def _number(value: Any) -> Any:
     if isinstance(value, bool):
         raise PydanticCustomError("number_type", "must be a number")
     if isinstance(value, str) and _STARTS_AS_NUMBER.match(value) and not DECIMAL.fullmatch(value):
-        near = value.strip().replace("_", "").lstrip("0")
-        if not DECIMAL.fullmatch(near):
-            raise PydanticCustomError("number_type", "must be a number")
-        raise PydanticCustomError(
-            "decimal_type",
-            "must be a decimal number without leading zeros or underscores; the nearest legal value is {near}",
-            {"near": near},
-        )
+        raise PydanticCustomError("decimal_type", "must be a decimal number without leading zeros, underscores or a unit")
     return value
 
 

@@ -318,14 +318,26 @@ class Checked(ABC):  # noqa: B024 - its subclasses declare the abstract methods
         for name, method in [item for item in vars(cls).items() if inspect.isfunction(item[1])]:
             if is_ours and name == "__init__":
                 setattr(cls, name, _with_checked_arguments(method, f" of {cls.__name__}"))
+            elif is_ours and name == "__post_init__":  # of a dataclass, whose constructor does not exist yet
+                setattr(cls, name, _after_checked_fields(method))
             elif not is_ours and not name.startswith("_"):
                 bases = (base for base in cls.__mro__[1:] if base.__module__.startswith("hpctrain."))
                 declared = [vars(base)[name] for base in bases if inspect.isfunction(vars(base).get(name))]
                 if declared:
                     setattr(cls, name, _with_checked_result(cls, method, declared[-1]))
 
-    def __post_init__(self) -> None:  # of dataclasses, whose constructors do not exist yet in __init_subclass__
+    def __post_init__(self) -> None:
+        """Check the fields of a dataclass that has no rules of its own."""
         check_types(type(self), vars(self), f" of {type(self).__name__}")
+
+
+def _after_checked_fields(method: Callable[[Any], None]) -> Callable[[Any], None]:
+    @wraps(method)
+    def checked(self: Any) -> None:
+        Checked.__post_init__(self)
+        method(self)
+
+    return checked
 
 
 def _with_checked_arguments(constructor: Callable[..., None], owner: str) -> Callable[..., None]:

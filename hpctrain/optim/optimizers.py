@@ -180,7 +180,6 @@ class MomentumOptimizer(_DecayingOptimizer):
     _bound: MomentumDescent | None = field(init=False, repr=False, default=None)
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         if not 0.0 <= self.momentum < 1.0:
             raise OptionError(f"momentum {self.momentum} is outside [0, 1); the usual value is 0.9.", "momentum")
         if self.nesterov and self.momentum == 0.0:
@@ -353,7 +352,6 @@ class MomentOptimizer(_DecayingOptimizer):
     decoupled: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         for name, usual in (("beta1", 0.9), ("beta2", 0.999)):
             if not 0.0 <= getattr(self, name) < 1.0:
                 raise OptionError(f"{name} {getattr(self, name)} is outside [0, 1); the usual value is {usual}.", name)

@@ -43,7 +43,6 @@ class LearningRateSchedule(Checked):
     warmup_start: float = 0.1
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         if not (self.base_lr > 0.0 and math.isfinite(self.base_lr)):
             raise ConfigError(f"lr is {self.base_lr}, but must be a positive number; 0.1 is a usual value.")
         if self.epochs < 1:

@@ -65,8 +65,8 @@ class ParallelPlan:
         object.__setattr__(self, "use", {pattern: _parallelism(name) for pattern, name in self.use.items()})
         if self.tiles is not None and math.prod(self.tiles) != self.rows:
             raise ConfigError(
-                f"Image tiles {self.tiles[0]} x {self.tiles[1]} make {math.prod(self.tiles)} parts, but "
-                f"grid.rows is {self.rows}; the nearest legal tiles are {self.rows} x 1."
+                f"Image tiles {self.tiles[0]} x {self.tiles[1]} make {math.prod(self.tiles)} parts, but must make {self.rows} "
+                "(grid.rows)."
             )
 
     @property

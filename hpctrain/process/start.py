@@ -132,7 +132,7 @@ def begin_log(text: str, launcher: Launcher) -> None:
     """Configure the log of this rank by the value of --log-ranks. Records are buffered until the log file exists.
 
     Raises:
-        ConfigError: the value names no ranks, or a rank that the job does not have; the message has the nearest legal value.
+        ConfigError: the value names no ranks, or a rank that the job does not have.
     """
     from hpctrain.core import log
 

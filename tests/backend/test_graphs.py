@@ -221,8 +221,7 @@ def test_labels_of_any_integer_dtype_become_int64(dtype: type) -> None:
     assert checked_labels(np.zeros(0, dtype), 9).size == 0
 
 
-@pytest.mark.parametrize(("label", "nearest", "needed"), [(-1, 0, 6), (9, 8, 10), (250, 8, 251)])
-def test_the_first_label_outside_is_named(label: int, nearest: int, needed: int) -> None:
-    sentence = rf"Label {label} is outside .* 0 to 8; the nearest legal label is {nearest}, .* at least {needed} classes"
-    with pytest.raises(DataError, match=sentence):
+@pytest.mark.parametrize(("label", "needed"), [(-1, r"\."), (9, "; .* at least 10 classes"), (250, "; .* at least 251 classes")])
+def test_the_first_label_outside_is_named(label: int, needed: str) -> None:
+    with pytest.raises(DataError, match=rf"Label {label} is outside .* 0 to 8{needed}"):
         checked_labels(np.array([5, label, 3]), 9)

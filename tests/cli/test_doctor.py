@@ -103,7 +103,7 @@ BROKEN = {
         Broken("world-size", "mpiexec -n 3", env={"HPCTRAIN_EXPECT_RANKS": "3"}),
         Broken(
             "refused",
-            "the nearest legal grid is 2 x 1.",
+            "grid.rows * grid.cols must be 2.",
             "A grid of 3 x 1 has 3 places, but the number of ranks is 2",
             words=("tiny.yaml", "grid.rows=3", "grid.cols=1"),
             ranks=2,

@@ -26,7 +26,7 @@ from hpctrain.core import errors, user_code
 from hpctrain.core.answers import rule_of
 from hpctrain.core.errors import ConfigError, HpctrainError, OptionError
 from hpctrain.core.registry import Registry, check_options, options_of
-from hpctrain.core.text import choices, joined, nearest
+from hpctrain.core.text import choices, nearest
 from hpctrain.data.augmentations.base import Augmentation
 from hpctrain.nn.layers import Layer
 from hpctrain.optim.base import Optimizer
@@ -564,15 +564,6 @@ def test_an_error_of_pydantic_is_the_second_half_of_a_sentence(values: dict[str,
     assert rule_of(caught.value.errors()[0]) == words
 
 
-def test_an_error_of_the_program_keeps_its_sentence() -> None:
-    assert rule_of({"type": "option", "msg": "The lr is -1, but must be positive."}) == "The lr is -1, but must be positive."
-
-
-def test_alternatives_are_one_rule() -> None:
-    assert joined(["must be an integer", "must be a list", "must be an integer"]) == "must be an integer or a list"
-    assert joined(["must be true or false"]) == "must be true or false"
-
-
 _WORDS = st.text("abcxyz_", min_size=1, max_size=8)
 
 
@@ -606,10 +597,6 @@ def test_an_error_is_its_sentence_also_on_another_rank(kind: type[HpctrainError]
     there = pickle.loads(pickle.dumps(kind(sentence)))
     assert type(there) is kind
     assert str(there) == sentence
-
-
-def test_the_option_of_an_error_is_known_where_it_was_raised() -> None:
-    assert OptionError("lr is -1.", "lr").option == "lr"
 
 
 @pytest.mark.slow

@@ -249,7 +249,7 @@ def test_every_rank_is_in_a_split_group_and_a_data_group(world: Communicator, pr
 
 @pytest.mark.parallel([2, 3, 4])
 def test_a_wrong_grid_is_refused_on_every_rank(world: Communicator) -> None:
-    with pytest.raises(ShapeError, match=f"nearest legal grid is 1 x {world.size}"):
+    with pytest.raises(ShapeError, match=rf"grid.rows \* grid.cols must be {world.size}"):
         ProcessGrid(world, 1, world.size + 1)
 
 

@@ -26,7 +26,6 @@ class CenterCrop(WindowAugmentation):
     name: ClassVar[str] = "center_crop"
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         self.require(self.size >= 1, "size", "is not positive; the minimum is 1, a usual value 224")
 
     def resized(self, side: int) -> Augmentation:

@@ -33,7 +33,6 @@ class ColorJitter(OperationsAugmentation):
     neutral: ClassVar[float] = 0.0
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         for option in _FACTORS:
             self.require(0 <= getattr(self, option) <= 1e6, option, "is outside [0, 1e6]; a usual value is 0.4")
         self.require(0 <= self.hue <= 0.5, "hue", "is outside [0, 0.5]; a usual value is 0.1")

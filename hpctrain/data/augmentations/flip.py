@@ -29,7 +29,6 @@ class Flip(WindowAugmentation):
     draws: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         legal = 0 <= self.probability <= 1
         self.require(legal, "probability", "is outside [0, 1]; a usual value is 0.5")
         legal = not self.alternating or self.probability == 0.5

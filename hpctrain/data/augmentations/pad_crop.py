@@ -26,7 +26,6 @@ class PadCrop(WindowAugmentation):
     draws: ClassVar[int] = 2
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         self.require(self.padding >= 0, "padding", "is negative; the minimum is 0, a usual value 4")
         self.require(self.padding <= MOST_PIXELS, "padding", f"is too large; the maximum is {MOST_PIXELS}")
 

@@ -34,7 +34,6 @@ class RandAugment(OperationsAugmentation):
     draws: ClassVar[int] = 2 * MOST_OPERATIONS
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         legal = 1 <= self.operations <= MOST_OPERATIONS
         self.require(legal, "operations", f"is outside 1 to {MOST_OPERATIONS}; a usual value is 2")
         self.require(self.bins >= 2, "bins", "is less than 2; a usual value is 31")

@@ -42,7 +42,6 @@ class RandomErasing(FillingAugmentation):
     draws: ClassVar[int] = 1 + 2 * _TRIES + 2
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         self.require(0 <= self.probability <= 1, "probability", "is outside [0, 1]; a usual value is 0.5")
         low, high = self.scale
         self.require(0 <= low <= high <= 1, "scale", "must be low <= high within [0, 1], such as [0.02, 0.33]")

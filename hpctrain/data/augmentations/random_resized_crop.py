@@ -42,7 +42,6 @@ class RandomResizedCrop(ResamplingAugmentation):
     interpolates: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         self.require(self.size >= 1, "size", "is not positive; the minimum is 1, a usual value 224")
         low, high = self.scale
         self.require(0 < low <= high <= 1, "scale", "must be low <= high within (0, 1], such as [0.08, 1.0]")

@@ -27,7 +27,6 @@ class Resize(ResamplingAugmentation):
     interpolates: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         self.require(self.size >= 1, "size", "is not positive; the minimum is 1, a usual value 224")
         self.require(self.size <= MOST_PIXELS, "size", f"is too large; the maximum is {MOST_PIXELS}")
 

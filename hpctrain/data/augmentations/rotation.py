@@ -26,7 +26,6 @@ class Rotation(OperationsAugmentation):
     draws: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         self.require(0 <= self.degrees <= 180, "degrees", "is outside [0, 180]; a usual value is 15")
 
     def choices(self, size: tuple[int, int], u: np.ndarray) -> list[tuple[str, float]]:

@@ -28,7 +28,6 @@ class TrivialAugmentWide(OperationsAugmentation):
     draws: ClassVar[int] = 3
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         self.require(self.bins >= 2, "bins", "is less than 2; a usual value is 31")
 
     def choices(self, size: tuple[int, int], u: np.ndarray) -> list[tuple[str, float]]:

@@ -25,7 +25,6 @@ class VerticalFlip(Augmentation):
     draws: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         self.require(0 <= self.probability <= 1, "probability", "is outside [0, 1]; a usual value is 0.5")
 
     def apply(self, images: np.ndarray, u: np.ndarray, out: np.ndarray) -> None:

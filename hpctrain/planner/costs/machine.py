@@ -220,14 +220,9 @@ class Machine:
         if unchanged and threads == full:
             return origin
         if ranks_per_node * threads > cores:
-            nearest = (
-                f"{counted(cores, 'rank')} per node with 1 thread"
-                if ranks_per_node > cores
-                else counted(cores // ranks_per_node, "thread")
-            )
             raise ConfigError(
                 f"A node of machine {self.name} has {counted(cores, 'core')}, too few for {counted(ranks_per_node, 'rank')} per "
-                f"node with {counted(threads, 'thread')} per rank; the nearest legal choice is {nearest} per rank."
+                f"node with {counted(threads, 'thread')} per rank."
             )
         if not origin.single_thread_rates:
             raise ConfigError(
