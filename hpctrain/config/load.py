@@ -261,6 +261,7 @@ _REMOVED: Mapping[KeyPath, tuple[Any, str]] = {
         {"action": "stop", "least": 1},
         "leave it out, and start the training by `hpctrain run`, which restarts it from its checkpoint without the lost node",
     ),
+    ("data", "cache", "keep"): (False, "leave it out, because each run copies the samples again in its first epoch"),
     ("averager", "sizes"): ("rule", "leave it out, because sizes for a measured link made no network faster"),
 }
 

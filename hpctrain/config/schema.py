@@ -137,10 +137,6 @@ class CacheConfig(Section):
         description="Maximum size of the local copy of a file, in bytes or such as 500GB; auto uses at most 90 % of the space "
         "that is free in the directory.",
     )
-    keep: bool = Field(
-        default=False,
-        description="Keep the local copy, of all samples, on the node for later runs on the same data file; false deletes it.",
-    )
 
     @model_validator(mode="before")
     @classmethod

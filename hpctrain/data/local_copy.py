@@ -4,35 +4,26 @@ The file is read and written by system calls, never mapped, so a full disk or a 
 signal. A checksum per sample, in memory shared by the node, detects changed bytes; such samples are read from the data file
 again.
 
-A temporary copy is unlinked immediately after its creation, so no other program finds it, and nothing is left if ranks are
-killed. A copy that is kept for later runs has a name derived from the data file, and is locked while a job uses it; a second job
-on the node uses a temporary copy. At the end of a job, the samples in the copy are recorded in an index file next to it. A copy
-without a matching index counts as empty, as does one that another user may have made.
+The file is unlinked immediately after its creation, so no other program finds it, and nothing is left if ranks are killed.
 """
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
-import hashlib
-import json
 import logging
 import os
 import tempfile
 import weakref
 import zlib
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from hpctrain.comm.base import Communicator
 from hpctrain.comm.shared_memory import SharedMemory, share, shared_descriptor
-from hpctrain.core.files import expanded, link_target, open_own, read_at, read_bytes, write_at
+from hpctrain.core.files import expanded, link_target, read_at, write_at
 from hpctrain.core.text import size_text
 from hpctrain.data.image_file import ImageFile
-from hpctrain.storage.atomic_write import replacing
 
 _ABSENT, _PRESENT = range(2)
 _CHECKSUM_BYTES = 4
@@ -130,106 +121,58 @@ class LocalFile:
 
     Attributes:
         copy: open copy; None if there is none.
-        n_bytes: size of the complete copy.
-        found: number of samples that earlier runs have left in the copy.
         denied: reason why there is no copy, or a smaller one than requested; empty otherwise.
-        index: file to which the first rank of the node writes the index at the end; None: the copy is temporary.
-        known_by: facts that identify the data file, for the index.
     """
 
     copy: LocalCopy | None = None
-    n_bytes: int = 0
-    found: int = 0
-    denied: str = ""
-    index: Path | None = None
-    known_by: Mapping[str, object] = field(default_factory=dict)
-
-    def keep(self) -> None:
-        """Write the index of a kept copy. The first rank of the node calls it after all ranks have finished reading."""
-        if self.index is None or self.copy is None:
-            return
-        tables = self.copy.states.tobytes() + self.copy.checksums.tobytes()
-        header = json.dumps({**self.known_by, "count": self.copy.count, "crc32": zlib.crc32(tables)}).encode()
-        # Without an index, the next run reads the data file again.
-        with contextlib.suppress(OSError), replacing(self.index) as partial, open(partial, "wb") as file:
-            file.write(header + b"\n" + tables)
-            file.flush()
-            os.fsync(file.fileno())
-
-
-@dataclass(frozen=True)
-class LocalRequest:
-    """Request for a local copy.
-
-    Attributes:
-        directory: directory of the copy, which may contain environment variables.
-        limit: maximum size in bytes; None: limited by the disk.
-        first: number of the first sample in the copy.
-        kept: whether the copy is kept for later runs.
-    """
-
-    directory: str
-    limit: int | None
-    first: int
-    kept: bool
-
-
-@dataclass(frozen=True)
-class _Prepared:
-    """File that the first rank of a node has created.
-
-    Attributes:
-        count: number of samples that it has space for.
-        path: path of a kept file; None: a temporary one.
-    """
-
-    descriptor: int = -1
-    count: int = 0
-    path: Path | None = None
     denied: str = ""
 
 
-def open_local(node: Communicator, file: ImageFile, request: LocalRequest) -> LocalFile:
+def open_local(node: Communicator, file: ImageFile, directory: str, limit: int | None = None, first: int = 0) -> LocalFile:
     """Return the local copy of a file for the ranks of a node, or the reason why there is none.
 
     Collective over the node, at start-up only.
+
+    Args:
+        directory: directory of the copy, which may contain environment variables.
+        limit: maximum size in bytes; None: limited by the disk.
+        first: number of the first sample in the copy.
     """
-    known_by = _identity(file)
-    mine = _prepare(file, request, known_by) if node.rank == 0 else _Prepared()
-    prepared = node.broadcast_object(mine)
-    if not prepared.count:
-        _close(mine.descriptor)
-        return LocalFile(denied=prepared.denied)
-    descriptor, refused = shared_descriptor(node, mine.descriptor)
-    table = share(node, table_bytes(prepared.count))
+    created, *made = _create(file, directory, limit, first) if node.rank == 0 else (-1, 0, "")
+    count, denied = node.broadcast_object(made)
+    if not count:
+        _close(created)
+        return LocalFile(denied=denied)
+    descriptor, refused = shared_descriptor(node, created)
+    table = share(node, table_bytes(count))
     if refused or table.denied:
         _close(descriptor)
         return LocalFile(denied=f"the ranks of a node cannot share it ({refused or table.denied})")
-    copy = LocalCopy(descriptor, int(np.prod(file.shape)), table, request.first, prepared.count)
-    index = None if prepared.path is None else prepared.path.with_suffix(".index")
-    found = _load(copy, index, known_by) if index is not None and node.rank == 0 else 0
-    return LocalFile(copy, copy.count * copy.sample_bytes, node.broadcast_object(found), prepared.denied, index, known_by)
+    return LocalFile(LocalCopy(descriptor, int(np.prod(file.shape)), table, first, count), denied)
 
 
-def _prepare(file: ImageFile, request: LocalRequest, known_by: Mapping[str, object]) -> _Prepared:
-    """Create a file in the directory, and determine the number of samples that it has space for."""
-    image_bytes, wanted = int(np.prod(file.shape)), len(file) - request.first
+def _create(file: ImageFile, directory: str, limit: int | None, first: int) -> tuple[int, int, str]:
+    """Create a file without a name in the directory.
+
+    Returns:
+        Its descriptor, the number of samples that it has space for, and why it has space for fewer than requested.
+    """
+    image_bytes, wanted = int(np.prod(file.shape)), len(file) - first
     if wanted <= 0:
-        return _Prepared()
+        return -1, 0, ""
     descriptor = -1
     try:
-        directory = _directory(request.directory)
-        descriptor, path = _make(directory, known_by, kept=request.kept)
+        place = _directory(directory)
+        descriptor, text = tempfile.mkstemp(".samples", _PREFIX, place)
+        os.unlink(text)
         system = os.fstatvfs(descriptor)
-        # Most of the free space on the disk, and the space that the file already has.
-        room = int(_SHARE_OF_DISK * system.f_bavail * system.f_frsize) + os.fstat(descriptor).st_blocks * 512
     except OSError as error:
         _close(descriptor)
-        return _Prepared(denied=f"{request.directory} cannot be used: {error.strerror or error}")
-    limit = room if request.limit is None else min(room, request.limit)
-    count = min(wanted, limit // image_bytes)
-    short = count < wanted and limit == room
-    return _Prepared(descriptor, count, path, f"{directory} has room for {size_text(limit)}" if short else "")
+        return -1, 0, f"{directory} cannot be used: {error.strerror or error}"
+    room = int(_SHARE_OF_DISK * system.f_bavail * system.f_frsize)
+    most = room if limit is None else min(room, limit)
+    count = min(wanted, most // image_bytes)
+    return descriptor, count, f"{place} has room for {size_text(most)}" if count < wanted and most == room else ""
 
 
 def _directory(name: str) -> Path:
@@ -245,52 +188,6 @@ def _directory(name: str) -> Path:
     link_target(path)  # raises an error for a link of another user
     path.mkdir(parents=True, exist_ok=True)
     return path
-
-
-def _make(directory: Path, known_by: Mapping[str, object], *, kept: bool) -> tuple[int, Path | None]:
-    """Create or reopen a file for this job, and return its descriptor and path; the path is None if the file is temporary.
-
-    A temporary file is created if `kept` is false, if another job uses the kept file of this data, or if another user may have
-    made it.
-    """
-    if kept:
-        name = hashlib.sha256(json.dumps(known_by, sort_keys=True).encode()).hexdigest()[:16]
-        path = directory / f"{_PREFIX}{name}.samples"
-        with contextlib.suppress(OSError):
-            descriptor = open_own(path, os.O_RDWR | os.O_CREAT, 0o600)
-            with contextlib.suppress(OSError):
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return descriptor, path
-            os.close(descriptor)
-    descriptor, text = tempfile.mkstemp(".samples", _PREFIX, directory)
-    os.unlink(text)
-    return descriptor, None
-
-
-def _identity(file: ImageFile) -> dict[str, object]:
-    """Return the facts that identify a data file: checksum of its samples, shape of the images, size and time of modification."""
-    status = os.stat(file.path)
-    return {
-        "images": file.stored_digest,
-        "bytes": status.st_size,
-        "time_ns": status.st_mtime_ns,
-        "shape": list(file.images.shape),
-    }
-
-
-def _load(copy: LocalCopy, index: Path, known_by: Mapping[str, object]) -> int:
-    """Load the index of a kept copy, and return the number of samples in the copy; 0 without a matching index."""
-    with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
-        header, _, tables = read_bytes(index, own=True).partition(b"\n")
-        values = json.loads(header)
-        count = int(values.pop("count"))
-        fits = values.pop("crc32") == zlib.crc32(tables) and len(tables) == table_bytes(count)
-        if fits and values == json.loads(json.dumps(known_by)):
-            both = min(count, copy.count)
-            copy.states[:both] = np.frombuffer(tables, np.uint8, both)
-            copy.checksums[:both] = np.frombuffer(tables, np.uint32, both, offset=count)
-            return int(np.count_nonzero(copy.states))
-    return 0
 
 
 def _close(descriptor: int) -> None:

@@ -278,12 +278,10 @@ class ReadReport(Observer):
             self._reporter.record("reads", {"epoch": position.epoch, "step": position.global_step, **total})
 
     def finish(self, position: Position) -> None:
-        """Report the samples read by all ranks, record unreadable samples, and keep local copies for later runs."""
+        """Report the samples read by all ranks, and record unreadable samples."""
         total = self._total()
         if any(total.values()):
             self._reporter.say(reads_line(total))
-        if self._cache is not None:
-            self._cache.keep()
         self._gaps.finish(position)
 
     def _total(self) -> dict[str, int]:

@@ -9,7 +9,6 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 from pydantic import ValidationError
@@ -28,9 +27,6 @@ from hpctrain.data.readers import BlockReader
 from hpctrain.job.session import StartedRank
 from hpctrain.launch.control_groups import available_bytes
 
-if TYPE_CHECKING:
-    from hpctrain.data.local_copy import LocalFile
-
 
 @dataclass(frozen=True)
 class KeptSamples:
@@ -40,7 +36,6 @@ class KeptSamples:
         memory, memory_bytes: number of samples in memory, from the first one on, and their size in bytes.
         denied: why the ranks of the node cannot share memory; "" if they can.
         local_first, local, local_bytes: first sample of the local copy, number of its samples, and their size in bytes.
-        found: number of samples that were already in the local copy, from an earlier run.
         local_denied: why there is no local copy, or a smaller one than requested; "" otherwise.
     """
 
@@ -50,7 +45,6 @@ class KeptSamples:
     local_first: int = 0
     local: int = 0
     local_bytes: int = 0
-    found: int = 0
     local_denied: str = ""
 
     @property
@@ -70,9 +64,8 @@ def sentences(file: ImageFile, kept: KeptSamples) -> Iterator[str]:
         yield f"data {file.path}: {_part(kept.memory, file)} stay {where} {size}{'' if kept.local else again}"
     if kept.local:
         size = f"({size_text(kept.local_bytes)})"
-        found = f", {kept.found:,} of them from an earlier run" if kept.found else ""
         short = f", as {kept.local_denied}" if kept.local_denied else ""
-        yield f"data {file.path}: {_part(kept.local, file)} stay in a local copy on each node {size}{found}{short}{again}"
+        yield f"data {file.path}: {_part(kept.local, file)} stay in a local copy on each node {size}{short}{again}"
     elif kept.local_denied:
         yield f"data {file.path}: there is no local copy, as {kept.local_denied}"
     if not kept.memory and not kept.local:
@@ -183,17 +176,10 @@ class DataCache:
     Attributes:
         counts: samples and bytes that this rank has read.
         notes: sentences on the kept samples, for the start of a run.
-        local_files: local copies that this rank may keep for a later run.
     """
 
     counts: ReadCounts
     notes: tuple[str, ...]
-    local_files: tuple[LocalFile, ...] = ()
-
-    def keep(self) -> None:
-        """Keep local copies for a later run, if the configuration requests it. Call after all ranks have read; not collective."""
-        for local in self.local_files:
-            local.keep()
 
 
 def cache_of(value: object) -> CacheConfig:
@@ -232,14 +218,12 @@ def give_levels(
     files = [loader for loader in loaders if loader in by_reader.values() and isinstance(loader.file.pixels, BlockReader)]
     kept: list[KeptSamples] = []
     caches: list[SampleCache] = []
-    local_files: list[LocalFile] = []
     for loader in files:
-        cache, of_file, local = _cache(node, loader.file, config, budget, counts)
+        cache, of_file = _cache(node, loader.file, config, budget, counts)
         loader.read_through(cache)
         caches.append(cache)
         budget -= of_file.memory_bytes
         kept.append(of_file)
-        local_files += [local] if local is not None and node.rank == 0 else []
     for loader in loaders:
         loader.read_through(by_reader[id(loader.file.pixels)].pixels)
     of_ranks = rank.world.allgather_object(kept)
@@ -252,7 +236,7 @@ def give_levels(
             for loader, cache in zip(files, caches, strict=True)
             for note in _filled(rank, loader.file, cache, stop_requested)
         ]
-    return DataCache(counts, (*((shortage,) if shortage else ()), *dict.fromkeys(notes)), tuple(local_files))
+    return DataCache(counts, (*((shortage,) if shortage else ()), *dict.fromkeys(notes)))
 
 
 def _filled(rank: StartedRank, file: ImageFile, cache: SampleCache, stop_requested: Callable[[], bool]) -> Iterator[str]:
@@ -287,33 +271,27 @@ def _budget(node: Communicator, config: CacheConfig, auto_share: float) -> tuple
 
 def _cache(
     node: Communicator, file: ImageFile, config: CacheConfig, budget: int, counts: ReadCounts
-) -> tuple[SampleCache, KeptSamples, LocalFile | None]:
-    """Return the cache over a file, its kept samples, and the local copy or None. Collective."""
+) -> tuple[SampleCache, KeptSamples]:
+    """Return the cache over a file, and its kept samples. Collective."""
     assert isinstance(file.pixels, BlockReader)
     samples, image_bytes = len(file), int(np.prod(file.shape))
     held = held_in(budget, samples, image_bytes)
-    local = _local(node, file, config, held)
-    copy = None if local is None else local.copy
+    copy, denied = None, ""
+    if config.local is not None and held < samples:
+        from hpctrain.data.local_copy import open_local
+
+        local = open_local(node, file, config.local, None if config.local_limit == AUTO_SIZE else config.local_limit, held)
+        copy, denied = local.copy, local.denied
     if held or copy is not None:
         file.pixels.reads_by_calls()
-    kept = KeptSamples(local_denied="" if local is None else local.denied)
-    if local is not None and copy is not None:
-        kept = replace(kept, local_first=copy.first, local=copy.count, local_bytes=local.n_bytes, found=local.found)
+    kept = KeptSamples(local_denied=denied)
+    if copy is not None:
+        kept = replace(kept, local_first=copy.first, local=copy.count, local_bytes=copy.count * copy.sample_bytes)
     if not held:
-        return SampleCache(file.pixels, counts, copy=copy), kept, local
+        return SampleCache(file.pixels, counts, copy=copy), kept
     memory_bytes, place = bytes_for(held, image_bytes), NodeRank(node.rank, node.size)
     memory = share(node, memory_bytes)
     if memory.denied:  # the array is allocated anyway: untouched pages occupy no memory
         held, place = held_in(budget // node.size, samples, image_bytes), ALONE
     kept = replace(kept, memory=held, memory_bytes=memory_bytes, denied=memory.denied)
-    return SampleCache(file.pixels, counts, memory, held, place, copy=copy), kept, local
-
-
-def _local(node: Communicator, file: ImageFile, config: CacheConfig, held: int) -> LocalFile | None:
-    """Return the local copy of samples that memory does not hold, or of all samples if later runs may use it. Collective."""
-    if config.local is None or (held == len(file) and not config.keep):
-        return None
-    from hpctrain.data.local_copy import LocalRequest, open_local
-
-    limit = None if config.local_limit == AUTO_SIZE else config.local_limit
-    return open_local(node, file, LocalRequest(config.local, limit, 0 if config.keep else held, config.keep))
+    return SampleCache(file.pixels, counts, memory, held, place, copy=copy), kept

@@ -291,6 +291,7 @@ def test_removed_keys_are_refused_unless_neutral_or_stored_by_an_earlier_release
     current = parse(TEXT)[0]
     assert parse(f"{TEXT}\n{neutral}\n")[0] == current
     assert parse(f"{TEXT}\n{former}\n", stored=True)[0] == current
+    assert parse(TEXT, "f", ["data.cache.keep=true"], stored=True)[0] == current
     (fault,) = faults(f"{TEXT}\n{former}\n")
     assert re.search(r'The key "[a-z_.]+" was removed; leave it out, ', fault)
 

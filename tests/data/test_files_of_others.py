@@ -22,14 +22,12 @@ from hpctrain.core.errors import CheckpointError, DataError
 from hpctrain.core.files import open_own, open_regular, read_text
 from hpctrain.data.convert import arrays, hdf5
 from hpctrain.data.image_file import ImageFile
-from hpctrain.data.local_copy import LocalRequest, open_local
 from hpctrain.data.writer import ImageFileWriter, write_data_file
 from hpctrain.doctor import files as doctor
 from hpctrain.storage import atomic_write, checkpoint
 from hpctrain.storage.checkpoint import CheckpointContent
 from tests.support.data_files import make_node
 
-_ALONE = SingleCommunicator()
 _RANDOM = np.random.default_rng(0)
 IMAGES, LABELS = _RANDOM.integers(1, 256, (6, 7, 5, 3), np.uint8), np.arange(6) % 3
 _OTHER_USER = 65534
@@ -43,26 +41,6 @@ def _audit() -> None:
             _opened.append(os.fspath(values[0]))  # type: ignore[arg-type]
 
     sys.addaudithook(hook)
-
-
-def _kept_copy(directory: Path) -> object:
-    """Read all samples through a kept copy twice; return those of the second time."""
-    source = directory.parent / "source.h5"
-    if not source.exists():
-        write_data_file(source, 6, (7, 5, 3), "abc", [(IMAGES, LABELS)])
-    file = ImageFile.open(source)
-    for _ in range(2):
-        local = open_local(_ALONE, file, LocalRequest(str(directory), None, 0, kept=True))
-        read = []
-        for sample in range(6):
-            out = bytearray(file.images[sample].tobytes())
-            assert local.copy is not None
-            if local.copy.read(sample, memoryview(out)):
-                read.append(bytes(out) == file.images[sample].tobytes())
-            local.copy.write(sample, memoryview(file.images[sample].tobytes()))
-        local.keep()
-        assert all(read)
-    return "read"
 
 
 def _conversion(directory: Path) -> object:
@@ -102,7 +80,6 @@ def _own(directory: Path) -> object:
 
 
 PROGRAMS: dict[str, Callable[[Path], object]] = {
-    "kept copy": _kept_copy,
     "conversion": _conversion,
     "text": _text,
     "checkpoint": _checkpoint,

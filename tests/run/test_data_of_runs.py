@@ -64,7 +64,6 @@ LOCAL: dict[str, tuple[dict[str, Any], int]] = {
     "local in part": ({"memory": 0, "local_limit": 100 * SIZE}, N - 100),
     "both": ({"memory": 85 * SIZE}, 0),
     "both in part": ({"memory": 85 * SIZE, "local_limit": 50 * SIZE}, N - 84 - 50),
-    "kept": ({"memory": 85 * SIZE, "keep": True}, 0),
 }
 
 
@@ -100,7 +99,6 @@ def stream(
                 if len(batches) < BATCHES:
                     batches.append([batch.x.tobytes(), batch.y.tobytes()])
         session.world.allgather_object(None)
-        levels.keep()
         return batches, levels.counts.values()
 
     results = work_virtual(ranks, folder / "cached.yaml", (), work, per_node)
@@ -165,14 +163,11 @@ def test_a_local_copy_has_the_same_bits(
 ) -> None:
     section, again = LOCAL[levels]
     cache = {**section, "local": str(tmp_path), "fill": "first_epoch"}
-    for found in range(2):
-        digest, read = stream(folder, ranks, cache, per_node=per_node, prefetch=prefetch)
-        assert (digest, read["file_samples"] + read["memory_samples"] + read["local_samples"]) == (expected, 2 * N)
-        if found and section.get("keep") and per_node is None:
-            assert read["file_samples"] == 0
-        elif per_node is None:
-            assert read["file_samples"] == N + again
-    assert len(list(tmp_path.iterdir())) == 2 * bool(section.get("keep"))
+    digest, read = stream(folder, ranks, cache, per_node=per_node, prefetch=prefetch)
+    assert (digest, read["file_samples"] + read["memory_samples"] + read["local_samples"]) == (expected, 2 * N)
+    if per_node is None:
+        assert read["file_samples"] == N + again
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_mixed_images_read_each_sample_once_more_or_less(folder: Path) -> None:
@@ -450,7 +445,6 @@ def test_a_run_that_is_to_stop_fills_no_further(job: Callable[..., Outcome], tmp
 
 
 Job = Callable[..., Outcome]
-KEEP = "data.cache.keep=true"
 
 
 @pytest.fixture(scope="module")
@@ -468,74 +462,31 @@ def trainings(job: Job, tmp_path: Path) -> Trainings:
     return Trainings(job, tmp_path).prepare()
 
 
-def files(trainings: Trainings, suffix: str) -> list[Path]:
-    """Those of kept local copies, the larger ones first."""
-    return sorted(trainings.copies.glob(f"*{suffix}"), key=lambda path: -path.stat().st_size)
-
-
 @pytest.mark.job
 @pytest.mark.slow
 @pytest.mark.sample(1)
-@pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize("fault", ["KILLED_COPYING", "KILLED_IN_AN_EPOCH"])
 def test_a_killed_rank_leaves_nothing_that_a_later_run_takes_for_whole(
-    trainings: Trainings, undisturbed: dict[int, Any], fault: str, keep: bool
+    trainings: Trainings, undisturbed: dict[int, Any], fault: str
 ) -> None:
-    more = (KEEP,) if keep else ()
-    outcome = trainings.run_faulty(getattr(local_copies, fault), "runs", *more)
+    outcome = trainings.run_faulty(getattr(local_copies, fault), "runs")
     assert outcome.code not in (0, 85), outcome.output
     assert "was ended by SIGKILL" in outcome.stderr
-    assert files(trainings, ".index") == []
-    assert len(list(trainings.copies.iterdir())) == 2 * keep  # the files of the copies of both data files
-    outcome = trainings.run("runs", "--resume", "auto", *more)
+    assert list(trainings.copies.iterdir()) == []
+    outcome = trainings.run("runs", "--resume", "auto")
     assert outcome.code == 0, outcome.output
     assert "resumed at" in outcome.output
     assert trainings.shared_memory() == []  # MPI's own segments are removed by the next job
     assert "local copy of samples" not in outcome.output  # nothing of the old copy was trusted and found wrong
     assert same_bits(final_tensors(trainings.folder, "runs"), undisturbed[2])
     assert trainings.reads("runs")["file_samples"] > 0
-    assert len(list(trainings.copies.iterdir())) == 4 * keep
-
-
-@pytest.mark.job
-@pytest.mark.slow
-def test_a_copy_that_is_changed_between_two_trainings_is_read_again(trainings: Trainings, undisturbed: dict[int, Any]) -> None:
-    def run(output: str) -> tuple[list[str], int]:
-        """What was said of local copies that are not to be trusted, and the samples that were read from the data files."""
-        outcome = trainings.run(output, KEEP)
-        assert outcome.code == 0, outcome.output
-        assert same_bits(final_tensors(trainings.folder, output), undisturbed[2])
-        lines = [line for line in outcome.output.splitlines() if "local copy of samples is damaged" in line]
-        return lines, trainings.reads(output)["file_samples"]
-
-    assert run("first") == ([], IMAGES + TEST_IMAGES)
-    train, _ = files(trainings, ".samples")
-    size = train.stat().st_size
-    image_bytes = size // IMAGES
-    with train.open("r+b") as file:
-        file.truncate(size // 4)
-    lines, read = run("cut")
-    # A place between the end and what another rank writes has zeros. Each rank says once what it has met.
-    reasons = [re.search(r"is damaged \((.*)\); the affected samples are read from the data file again", line) for line in lines]
-    assert {reason and reason[1] for reason in reasons} in ({"it is truncated"}, {"it is truncated", "bytes have changed"})
-    assert len({(line.split()[0], reason and reason[1]) for line, reason in zip(lines, reasons, strict=True)}) == len(lines)
-    assert read == IMAGES - IMAGES // 4
-    with train.open("r+b") as file:
-        file.seek(7 * image_bytes + 5)
-        byte = file.read(1)[0]
-        file.seek(7 * image_bytes + 5)
-        file.write(bytes([byte ^ 16]))
-    lines, read = run("changed")
-    assert len(lines) == 1
-    assert "(bytes have changed)" in lines[0]
-    assert read == 1
-    assert run("mended") == ([], 0)
+    assert list(trainings.copies.iterdir()) == []
 
 
 @pytest.mark.job
 @pytest.mark.slow
 def test_a_copy_without_room_grows_no_further(trainings: Trainings, undisturbed: dict[int, Any]) -> None:
-    outcome = trainings.run_faulty(local_copies.NO_SPACE, "runs", KEEP)
+    outcome = trainings.run_faulty(local_copies.NO_SPACE, "runs")
     assert outcome.code == 0, outcome.output
     lines = [line for line in outcome.output.splitlines() if "cannot grow" in line]
     assert len(lines) == 2  # of rank 1, for each data file once
@@ -543,10 +494,6 @@ def test_a_copy_without_room_grows_no_further(trainings: Trainings, undisturbed:
     assert same_bits(final_tensors(trainings.folder, "runs"), undisturbed[2])
     # Rank 1 has kept 40 of the 80 samples of its first epoch, and no more of any later one.
     assert trainings.reads("runs")["file_samples"] > IMAGES + TEST_IMAGES
-    outcome = trainings.run("again", KEEP)  # finds what there is
-    assert outcome.code == 0, outcome.output
-    assert 0 < trainings.reads("again")["file_samples"] < IMAGES
-    assert same_bits(final_tensors(trainings.folder, "again"), undisturbed[2])
 
 
 def in_a_namespace(trainings: Trainings, size: str, command: list[str]) -> subprocess.CompletedProcess[str]:
