@@ -332,7 +332,7 @@ def check_memory(network: Network, batch: int, micro_batches: int) -> None:
     Parameters and gradients are allocated already. The state of the optimiser, which is as large as the parameters, is not.
 
     Raises:
-        BackendError: the step does not fit; the message names a batch that does.
+        BackendError: the step does not fit.
     """
     samples = -(-batch // micro_batches)
     _CHECKED[:] = [(weakref.ref(network), samples)]
@@ -343,14 +343,9 @@ def check_memory(network: Network, batch: int, micro_batches: int) -> None:
     arena = network.arena_bytes(samples, training=True)
     if arena + state <= free:
         return
-    fitting = _fitting(network, samples, arena, free - state)
-    if fitting:
-        remedy = f"{fitting} fit: set micro_batches to {-(-batch // fitting)}, or batch to {fitting}"
-    else:
-        remedy = "not even one sample fits: use a smaller network, smaller images or a GPU with more memory"
     raise BackendError(
         f"A pass over {counted(samples, 'sample')} needs {size_text(arena + state)} of device memory, "
-        f"but only {size_text(free)} are free; {remedy}."
+        f"but only {size_text(free)} are free; raise micro_batches, or use a smaller batch, smaller images or a smaller network."
     )
 
 
@@ -368,11 +363,3 @@ def planned() -> str | None:
             "parameters, gradients and the optimiser's state"
         )
     return None
-
-
-def _fitting(network: Network, samples: int, arena: int, available: int) -> int:
-    """Return a number of samples that fits into `available` bytes, found by repeated scaling of `samples`; 0 if there is none."""
-    while samples > 1 and arena > available:
-        samples = max(1, min(samples - 1, samples * max(available, 0) // arena))
-        arena = network.arena_bytes(samples, training=True)
-    return samples if arena <= available else 0
