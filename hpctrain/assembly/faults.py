@@ -55,22 +55,6 @@ def transport_fault(transport: str) -> str:
     return f'transport is {transport}, which applies to GPUs only; set it to auto, or backend to "cuda".'
 
 
-def host_choice_fault(averager: str) -> str:
-    """Return the error message for transport nccl with an averager whose host chooses the elements to send."""
-    return (
-        f"transport is nccl, but averager {averager} chooses the elements to send on the host; set transport to auto, staged "
-        "or mpi."
-    )
-
-
-def wire_fault(wire: str) -> str:
-    """Return the error message for parameters in 16 bits with a device."""
-    return (
-        f"averager.wire_parameters is {wire}, but backend cuda does not convert parameters for messages yet; set it to float32, "
-        f"{_HOST_SETS}."
-    )
-
-
 def load_checked(file: str | Path, overrides: Collection[str] = ()) -> Config:
     """Return the configuration in a file with overrides, after all checks that need neither data nor MPI.
 
@@ -200,10 +184,12 @@ def _cuda_faults(config: Config) -> Iterator[Fault]:
     if config.progress == "thread":
         yield Fault(("progress",), PROGRESS_FAULT, WHOLE)
     if wire != "float32":
-        yield Fault(("averager", "wire_parameters"), wire_fault(wire), WHOLE)
+        words = f"averager.wire_parameters is {wire}, but backend cuda does not convert parameters for messages yet; set it to"
+        yield Fault(("averager", "wire_parameters"), f"{words} float32, {_HOST_SETS}.", WHOLE)
     with suppress(ConfigError):  # unknown names have an error of their own
         if config.transport == "nccl" and Recipe(config).averager.kind.chooses_on_host:
-            yield Fault(("transport",), host_choice_fault(averager), WHOLE)
+            words = f"transport is nccl, but averager {averager} chooses the elements to send on the host; set transport to"
+            yield Fault(("transport",), f"{words} auto, staged or mpi.", WHOLE)
 
 
 def exact_faults(config: Config) -> Iterator[Fault]:

@@ -301,7 +301,7 @@ def _alternatives(whole: dict[str, Any], kind: str) -> Iterator[dict[str, Any]]:
     by_family = sorted(_all_choices(kind), key=lambda choice: choice.family)
     for family, group in groupby(by_family, key=lambda choice: choice.family):
         members = list(group)
-        options = _most_options(members)
+        options = max((choice.options for choice in members), key=len)
         names = {"enum": [choice.name for choice in members], "description": whole["properties"]["name"]["description"]}
         required = [*whole.get("required", ()), *(option.name for option in options if option.needed)]
         yield {
@@ -311,22 +311,16 @@ def _alternatives(whole: dict[str, Any], kind: str) -> Iterator[dict[str, Any]]:
             "properties": {
                 **whole["properties"],
                 "name": names,
-                **(_following() if kind == "models" else {}),
-                **{option.name: _property(option) for option in options},
+                **({key: {"description": meaning} for key, meaning in FOLLOWING.items()} if kind == "models" else {}),
+                **{
+                    option.name: {
+                        **option.schema,
+                        **({} if option.needed else {"default": option.default}),
+                        "description": option.meaning,
+                    }
+                    for option in options
+                },
             },
             "required": required,
             "additionalProperties": False,
         }
-
-
-def _most_options(members: list[Choice]) -> tuple[Option, ...]:
-    return max((choice.options for choice in members), key=len)
-
-
-def _following() -> dict[str, Any]:
-    return {name: {"description": meaning} for name, meaning in FOLLOWING.items()}
-
-
-def _property(option: Option) -> dict[str, Any]:
-    default = {} if option.needed else {"default": option.default}
-    return {**option.schema, **default, "description": option.meaning}

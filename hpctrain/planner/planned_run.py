@@ -15,7 +15,6 @@ import numpy as np
 
 from hpctrain.assembly.images import of_largest, open_images, training_images
 from hpctrain.assembly.recipe import ImageFacts, Recipe
-from hpctrain.averaging.averagers import AveragerChoice
 from hpctrain.backend import specs as dtypes
 from hpctrain.backend.choice import Backend, make_backend
 from hpctrain.backend.graph import Graph
@@ -40,24 +39,31 @@ class PlannedRun:
     """Configuration on a grid.
 
     Attributes:
-        config: configuration.
+        recipe: configuration, its grid, the backend, and facts about the images.
         job: the job without its grid, plan and averager.
         plan: grid and use of each layer.
         counts: samples of a step by position.
-        assumption: sentence with the assumptions of the plan if the data do not exist yet; otherwise empty.
     """
 
-    config: Config
+    recipe: Recipe
     job: Job
     plan: ParallelPlan
     counts: tuple[int, ...]
-    assumption: str = ""
+
+    @property
+    def config(self) -> Config:
+        """The configuration."""
+        return self.recipe.config
+
+    @property
+    def assumption(self) -> str:
+        """Sentence with the assumptions of the plan if the data do not exist yet; otherwise empty."""
+        return "" if self.recipe.facts is None else self.recipe.facts.assumption
 
     @property
     def candidate(self) -> Candidate:
         """The configured plan, averager and number of micro-batches."""
-        averager = self.config.averager
-        return Candidate(self.plan, AveragerChoice(averager.name, averager.options), self.config.micro_batches)
+        return Candidate(self.plan, self.recipe.averager, self.config.micro_batches)
 
 
 def job_of(
@@ -166,7 +172,7 @@ def prepare(
         averages=config.ema.decay is not None,
         shards=config.exact.shards,
     )
-    return PlannedRun(config, job, plan, job.counts(plan.rows * plan.cols, plan.rows), facts.assumption)
+    return PlannedRun(recipe, job, plan, job.counts(plan.rows * plan.cols, plan.rows))
 
 
 def _facts(config: Config, image: ImageShape | None, classes: int | None) -> ImageFacts:

@@ -441,10 +441,6 @@ class MessageCosts:
         pairs = compression.nodes * compression.kept(round(elements))
         return self.memory_seconds(elements * self.item_bytes + _PAIR_BYTES * pairs)
 
-    def choice_seconds(self, elements: float, compression: Compression) -> float:
-        """Return the time of a core to select elements and to add the elements from all nodes."""
-        return self.selection_seconds(elements) + self.scatter_seconds(elements, compression)
-
     def memory_seconds(self, n_bytes: float) -> float:
         """Return the time of a core to read and write `n_bytes` bytes in total."""
         rate = self.machine.rates.get(OperatorClass.MEMORY)

@@ -295,12 +295,8 @@ def _words(value: Any, otherwise: str) -> str:
 
 
 def _section_in(schema: type[BaseModel], key: str) -> type[BaseModel] | None:
-    field = schema.model_fields.get(key)
-    return None if field is None else _section_type(field.annotation)
-
-
-def _section_type(annotation: Any) -> type[BaseModel] | None:
-    """Return the class of a section from its annotation `Section` or `Section | None`; None for other annotations."""
+    """Return the class of the section at a key, which is annotated as `Section` or `Section | None`; None for other keys."""
+    annotation = schema.model_fields[key].annotation if key in schema.model_fields else None
     kinds = get_args(annotation) if isinstance(annotation, UnionType) else (annotation,)
     return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
 

@@ -140,7 +140,8 @@ class _GroupCosts:
         kinds = (OperationKind.REDUCE_SCATTER, OperationKind.SPARSE, OperationKind.ALLGATHER)
         chosen = _sum(self.operation(kind, self._slice_bytes, compression) for kind in kinds)
         elements = self._slice_bytes / self._item_bytes / (self.ranks // compression.nodes)
-        return chosen + AveragingSeconds(self._costs.choice_seconds(elements, compression), 0.0)
+        core_seconds = self._costs.selection_seconds(elements) + self._costs.scatter_seconds(elements, compression)
+        return chosen + AveragingSeconds(core_seconds, 0.0)
 
     def averaged(self, n_bytes: float) -> AveragingSeconds:
         """Return the time to average `n_bytes` bytes of gradients, in proportion to the time of a slice."""

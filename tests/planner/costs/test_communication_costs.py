@@ -349,9 +349,7 @@ def test_choosing_takes_as_long_for_each_element_and_adding_for_each_pair() -> N
     few, many = Compression(4, 0.001), Compression(4, 0.1)
     assert of_group.selection_seconds(2e6) == pytest.approx(2 * of_group.selection_seconds(1e6))
     assert of_group.scatter_seconds(1e6, few) < of_group.scatter_seconds(1e6, many)
-    both = of_group.selection_seconds(1e6) + of_group.scatter_seconds(1e6, few)
-    assert of_group.choice_seconds(1e6, few) == pytest.approx(both)
-    assert MessageCosts(WITHOUT_WORK, FOUR, None, 4).choice_seconds(1e6, few) == 0.0
+    assert MessageCosts(WITHOUT_WORK, FOUR, None, 4).scatter_seconds(1e6, few) == 0.0
 
 
 EVEN_MACHINE = machine_of(alpha_seconds=2e-6)
