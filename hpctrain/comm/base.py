@@ -106,9 +106,11 @@ class Communicator(Protocol):
     def ibarrier(self) -> Handle:
         """Post a barrier, which is complete once every rank has posted it. Collective."""
 
-    def isend(self, buffer: Array, dest: int, tag: int) -> Handle: ...
+    def isend(self, buffer: Array, dest: int, tag: int) -> Handle:
+        """Send `buffer` to one rank. Messages between two ranks with equal tags arrive in the order of posting."""
 
-    def irecv(self, buffer: Array, source: int, tag: int) -> Handle: ...
+    def irecv(self, buffer: Array, source: int, tag: int) -> Handle:
+        """Receive a message of `buffer`'s size and dtype from one rank."""
 
     def split(self, color: int | None, key: int, name: str) -> Communicator | None:
         """Return the communicator of the ranks with the same color, ordered by key; None for color None.

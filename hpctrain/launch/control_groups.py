@@ -26,18 +26,14 @@ _MEMORY_FILES = (
 
 def available_bytes(root: Path = Path("/")) -> int | None:
     """Return the bytes of memory that processes of this node may still allocate; None if the system does not report it."""
-    rooms = list(_machine_bytes(root))
+    rooms: list[int] = []
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        lines = (root / _MEMINFO.relative_to("/")).read_text().splitlines()
+        rooms += [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
     for controller, mount, limit, use, _, reclaimable in _MEMORY_FILES:
         for folder in control_groups(controller, mount, root):
             rooms += _room(folder, limit, use, reclaimable)
     return max(0, min(rooms)) if rooms else None
-
-
-def _machine_bytes(root: Path) -> Iterator[int]:
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        for line in (root / _MEMINFO.relative_to("/")).read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                yield int(line.split()[1]) * 1024
 
 
 def control_groups(controller: str, mount: Path, root: Path = Path("/")) -> Iterator[Path]:

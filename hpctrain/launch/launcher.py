@@ -107,7 +107,7 @@ def detect(environ: Mapping[str, str]) -> Launcher:
     if wanted is None:
         return launcher
     if not wanted.isdecimal() or int(wanted) < 1:
-        raise LaunchError(f"{EXPECT_RANKS} is {wanted!r}, but must be a number of ranks; the smallest is 1.")
+        raise LaunchError(f"{EXPECT_RANKS} is {wanted!r}, but must be an integer of at least 1.")
     return replace(launcher, expected_size=int(wanted), overruled_size=launcher.expected_size)
 
 

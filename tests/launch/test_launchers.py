@@ -89,7 +89,7 @@ def test_mpi_starts_where_anything_says_that_there_are_ranks(environ: dict, star
 
 @pytest.mark.parametrize("text", ["", "0", "-1", "four", "2.0"])
 def test_a_user_who_does_not_give_a_number_sees_an_error(text: str) -> None:
-    with pytest.raises(LaunchError, match=r"HPCTRAIN_EXPECT_RANKS is .* the smallest is 1"):
+    with pytest.raises(LaunchError, match=r"HPCTRAIN_EXPECT_RANKS is .*, but must be an integer of at least 1"):
         detect({"HPCTRAIN_EXPECT_RANKS": text})
 
 
