@@ -47,7 +47,7 @@ from hpctrain.core import user_code
 from hpctrain.core.errors import DataError
 from hpctrain.core.files import open_regular
 from hpctrain.data.files import require_file, system_errors_as
-from hpctrain.data.readers import BlockReader, Extents, ImageIndex, MappedReader, ReadImages, UnreadableError, ValueRange, reason
+from hpctrain.data.readers import BlockReader, Extents, MappedReader, ReadImages, UnreadableError, ValueRange, reason
 from hpctrain.storage.hdf5_store import require_stored
 
 FORMAT = "hpctrain-images"
@@ -195,26 +195,27 @@ def check_structure(path: Path, contents: Stored) -> None:
     Raises:
         DataError: the message names the fault.
     """
-    images, labels = contents.images, contents.labels
-    if labels.ndim != 1 or labels.dtype.kind != "i" or contents.mean.ndim != 1 or contents.mean.dtype.kind != "f":
-        raise DataError(f"{path} does not hold labels (N,) int64 and means (C,) float64; convert it again.")
-    if len(images.shape) != 4 or min(images.shape[1:]) < 1 or images.dtype != np.uint8 or images.offset is None:
-        raise DataError(f"{path} does not hold contiguous uint8 images (N, H, W, C); convert it again.")
+    images, labels, mean, offsets = contents.images, contents.labels, contents.mean, contents.images.offsets
     if not labels.size:
         raise DataError(f"The data file {path} holds no images; at least one is needed.")
-    if images.shape[0] != len(labels) or images.shape[3] != len(contents.mean):
-        raise DataError(
-            f"{path} holds images of {images.shape}, but {len(labels)} labels and means of {len(contents.mean)} channels; "
-            "convert it again."
-        )
+    fits = (
+        (labels.ndim, labels.dtype.kind, mean.ndim, mean.dtype.kind) == (1, "i", 1, "f")
+        and len(images.shape) == 4
+        and images.dtype == np.uint8
+        and min(images.shape[1:]) >= 1
+        and images.offset is not None
+        and (images.shape[0], images.shape[3]) == (len(labels), len(mean))
+    )
     for sums in (contents.sums, contents.pixel_sums):
-        if sums is not None and (sums.shape != labels.shape or sums.dtype.kind != "u"):
-            raise DataError(f"{path} does not hold one checksum for each of its {len(labels)} images; convert it again.")
-    offsets = images.offsets
-    if offsets is not None and (
-        offsets.ndim != 1 or offsets.dtype.kind != "i" or offsets[0] != 0 or (np.diff(offsets) < 1).any()
-    ):
-        raise DataError(f"{path} does not hold offsets (N + 1,) int64 that increase from 0; convert it again.")
+        fits &= sums is None or (sums.shape == labels.shape and sums.dtype.kind == "u")
+    if offsets is not None:
+        fits &= (offsets.ndim, offsets.dtype.kind) == (1, "i") and offsets[0] == 0 and bool((np.diff(offsets) >= 1).all())
+    if not fits:
+        raise DataError(
+            f"{path} holds images of {images.shape} {images.dtype}, labels of {labels.shape} {labels.dtype} and means of "
+            f"{mean.shape} {mean.dtype}, but must hold contiguous images (N, H, W, C) uint8, with an integer label and a "
+            "checksum for each image, and a floating-point mean for each channel; convert it again."
+        )
 
 
 def check_statistics(origin: str, mean: np.ndarray, std: np.ndarray) -> None:
@@ -702,7 +703,7 @@ _BLOCK_BYTES = 1 << 18  # size of the images that are generated at a time
 _MEASURED = 64  # number of images from which mean and deviation are computed
 
 
-class SyntheticImages:
+class SyntheticImages(ReadImages):
     """Images generated when they are read; indexed like a uint8 array (N, H, W, C).
 
     Args:
@@ -719,25 +720,11 @@ class SyntheticImages:
         )
         self._size = shape[0] * shape[1] * shape[2]
         pool = words(key("synthetic noise"), [0], range(-(-(_WINDOWS + self._size) // 4)))
-        self._pool = np.right_shift(pool.reshape(-1).view(np.uint8), 1)
-        self._windows = np.lib.stride_tricks.sliding_window_view(self._pool, self._size)
+        noise = np.right_shift(pool.reshape(-1).view(np.uint8), 1)
+        self._windows = np.lib.stride_tricks.sliding_window_view(noise, self._size)
         stripe = np.arange(shape[0]) * _STRIPES // shape[0]
         brightness = words(key("synthetic stripes"), np.arange(classes), range(_STRIPES)) >> np.uint32(25)
         self._stripes = brightness.astype(np.uint8)[:, stripe]
-
-    def __getitem__(self, index: ImageIndex) -> np.ndarray:
-        """Return pixels of one sample (h, w, C) or several (n, h, w, C), of whole images or a region."""
-        samples, *region = index if isinstance(index, tuple) else (index,)
-        rows, columns = region or (slice(None), slice(None))
-        if isinstance(samples, slice):
-            numbers = range(self.shape[0])[samples]
-            out = np.empty((len(numbers), *self._pixels(0)[rows, columns].shape), np.uint8)
-            for number, target in zip(numbers, out, strict=True):
-                self._write(number, rows, columns, target)
-            return out
-        out = np.empty(self._pixels(0)[rows, columns].shape, np.uint8)
-        self._write(samples, rows, columns, out)
-        return out
 
     def take(self, samples: Sequence[int] | np.ndarray, out: np.ndarray) -> np.ndarray:
         """Write whole images of samples to `out` (n, H, W, C), and return it."""
@@ -747,15 +734,6 @@ class SyntheticImages:
             pixels = self._windows[self._begins[some]].reshape(-1, *self.shape[1:])
             np.add(pixels, self._stripes[self._labels[some], :, None, None], out=out[low : low + block])
         return out
-
-    def _pixels(self, sample: int) -> np.ndarray:
-        """Return the noise of an image, as a view of the pool."""
-        begin = self._begins[sample]
-        return self._pool[begin : begin + self._size].reshape(self.shape[1:])
-
-    def _write(self, sample: int, rows: slice, columns: slice, out: np.ndarray) -> None:
-        stripes = self._stripes[self._labels[sample], rows]
-        np.add(self._pixels(sample)[rows, columns], stripes[:, None, None], out=out)
 
 
 def synthetic_file(split: str, samples: int, shape: tuple[int, int, int], classes: int) -> ImageFile:
