@@ -1,8 +1,8 @@
 """Passes over a rank's samples of a step: micro-batches, shards of exact trainings, and the memory of one pass.
 
 A training with `exact` produces the same bits on any number of ranks: the samples of a step are distributed over shards, and the
-sums over shards have a fixed order. `check_exact` rejects configurations in which this is impossible. `check_memory` names the
-batch that fits if a pass needs too much memory. `StatisticsSharing` finds batch norms with statistics over a single value.
+sums over shards have a fixed order. `check_exact` rejects configurations in which this is impossible. `check_memory` rejects
+passes that the device's memory cannot hold. `StatisticsSharing` finds batch norms with statistics over a single value.
 """
 
 from __future__ import annotations
