@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -260,23 +259,9 @@ def _compressed(schedule: CollectiveSchedule) -> set[str]:
     return {name for piece in schedule.slices if piece.compression for name in piece.parameters}
 
 
-@pytest.mark.parametrize(
-    ("options", "sentence"),
-    [
-        ({"density": 0.0}, "density is 0.0, but must be above 0 and at most 1"),
-        ({"density": 1.5}, "density is 1.5, but must be above 0 and at most 1"),
-        ({"density": float("nan")}, "density is nan, but must be above 0 and at most 1"),
-        ({"density": 0.1, "warmup_density": 0.05, "warmup_steps": 9}, "is 0.05, but must be from density, 0.1, to 1"),
-        ({"warmup_density": 2.0, "warmup_steps": 9}, "is 2.0, but must be from density"),
-        ({"warmup_steps": -1}, "warmup_steps is -1, but must be at least 0"),
-        ({"least_elements": 0}, "least_elements is 0"),
-        ({"momentum_correction": 1.0}, "momentum_correction is 1.0, but must be in [0, 1)"),
-    ],
-    ids=str,
-)
-def test_options_out_of_range_are_refused(options: dict[str, object], sentence: str) -> None:
-    with pytest.raises(OptionError, match=re.escape(sentence)):
-        SparseOptions(**options)  # type: ignore[arg-type]
+def test_a_density_that_is_no_number_is_refused() -> None:
+    with pytest.raises(OptionError, match="density is nan"):
+        SparseOptions(density=float("nan"))
 
 
 def test_one_node_is_refused_but_not_one_rank() -> None:
@@ -284,13 +269,6 @@ def test_one_node_is_refused_but_not_one_rank() -> None:
         planned(Sparse, make_group(), 3, nodes=(0, 0, 0))
     planned(Sparse, make_group(), 3, nodes=(0, 0, 0), two_level=False)
     assert _compressed(_schedule(_layout((100, 100)), (0,), compress="always")) == set()
-
-
-def test_two_momenta_are_refused() -> None:
-    with pytest.raises(OptionError, match=r"momentum_correction is 0.9, but the optimizer already has a momentum of 0.5"):
-        planned(Sparse, make_group(), 3, momentum=0.5, momentum_correction=0.9)
-    planned(Sparse, make_group(), 3, momentum=0.5)
-    planned(Sparse, make_group(), 3, momentum_correction=0.9)
 
 
 @pytest.mark.parametrize("nodes", NODES.values(), ids=NODES)
