@@ -300,8 +300,9 @@ def run_fault(
 ) -> Outcome:
     """Run the job with a fault, in a folder that `prepare` has filled.
 
-    through_mpi4py: whether `python -m mpi4py` starts it; otherwise Python starts it alone, like the console script. device: the
-    device of each rank, with backend cuda; None: the host.
+    Args:
+        through_mpi4py: whether `python -m mpi4py` starts the job; otherwise Python starts it, like the console script.
+        device: device of each rank, for backend cuda; None: the host.
 
     Raises:
         subprocess.TimeoutExpired: the job hangs; it has been ended.

@@ -1,10 +1,9 @@
 """Several hosts with shaped links on one machine: network namespaces joined by a bridge in a namespace of its own.
 
-Needs root and iproute2 (`ip`, `tc`) and util-linux (`unshare`, `taskset`). Host i has the address 10.77.0.(i + 1), a hostname,
-a /dev/shm and one core of its own, and knows the others by name. Each link is shaped by a token bucket in both directions: at the
-host and at the switch.
-Nothing is made in the machine's own network namespace, and names carry a prefix, so that several laboratories can stand side by
-side.
+It needs root, iproute2 (`ip`, `tc`) and util-linux (`unshare`, `taskset`). Host i has the address 10.77.0.(i + 1), a hostname, a
+/dev/shm and one core of its own, and resolves the names of the others. A token bucket shapes each link in both directions, at the
+host and at the switch. The machine's own network namespace does not change, and names have a prefix, so several laboratories can
+run at the same time.
 
     python -m hpctrain_testing.lab up 2 1gbit                     # and then: rate 500mbit | bytes | down
     python -m hpctrain_testing.lab run 2 1gbit -- python -m mpi4py program.py     # up, one rank per host, down
@@ -58,7 +57,7 @@ class LabError(RuntimeError):
 
 
 def missing() -> str | None:
-    """Why there can be no laboratory here; None where there can."""
+    """Return the reason why this machine cannot run a laboratory; None if it can."""
     absent = [tool for tool in _TOOLS if shutil.which(tool) is None]
     if absent:
         return f"The programs {', '.join(absent)} are not installed (Debian: iproute2, util-linux)."
@@ -69,14 +68,12 @@ def missing() -> str | None:
 
 
 class Lab:
-    """N hosts, for a `with` block or until `down`.
+    """Several hosts, for a `with` block or until `down`.
 
     Args:
-        hosts: N. rate: of each link and direction as tc writes it ("1gbit"), None: not shaped. prefix: of all namespaces; one
-            that holds this process's number by default.
-
-    Raises:
-        LabError: not root, tools missing, or names that exist already.
+        hosts: number of hosts.
+        rate: rate of each link and direction in tc's notation ("1gbit"); None: links are not shaped.
+        prefix: prefix of the names of all namespaces; default: one with the number of this process.
     """
 
     def __init__(self, hosts: int, rate: str | None, prefix: str | None = None) -> None:
@@ -94,11 +91,15 @@ class Lab:
 
     @staticmethod
     def address(host: int) -> str:
-        """IPv4 of a host's eth0."""
+        """Return the IPv4 address of a host's eth0."""
         return f"10.77.0.{host + 1}"
 
     def up(self) -> None:
-        """Make namespaces and links; what was made is taken down again where that fails."""
+        """Make the namespaces and links, and remove them again if this fails.
+
+        Raises:
+            LabError: the machine cannot run a laboratory, or namespaces of these names exist.
+        """
         reason = missing()
         if reason is not None:
             raise LabError(reason)
@@ -132,7 +133,7 @@ class Lab:
         self.set_rate(self.rate)
 
     def set_rate(self, rate: str | None) -> None:
-        """Shape all links again, also while they carry something."""
+        """Shape all links again, also while messages use them."""
         self.rate = rate
         for host in range(self.hosts):
             for name, device in ((self._name(host), "eth0"), (self.prefix + _SWITCH, f"port{host}")):
@@ -146,15 +147,15 @@ class Lab:
         _run("ip", "-n", self._name(host), "link", "set", "eth0", "down")
 
     def mend(self, host: int) -> None:
-        """Bring the link of a host that was cut up again."""
+        """Restore the link of a host after `cut`."""
         _run("ip", "-n", self._name(host), "link", "set", "eth0", "up")
 
     def processes(self, host: int) -> list[int]:
-        """Processes that run on a host now."""
+        """Return the numbers of the processes that run on a host."""
         return [int(word) for word in _run("ip", "netns", "pids", self._name(host)).split()]
 
     def bytes_sent(self) -> list[int]:
-        """Bytes that each host has sent over its link since it stands."""
+        """Return the number of bytes that each host has sent over its link since `up`."""
         found = []
         for host in range(self.hosts):
             link = json.loads(_run("ip", "-n", self._name(host), "-s", "-j", "link", "show", "eth0"))[0]
@@ -162,14 +163,14 @@ class Lab:
         return found
 
     def on_host(self, host: int, command: Sequence[str]) -> list[str]:
-        """The command line that runs `command` on a host, on the host's core."""
+        """Return the command line that runs `command` on the core of a host."""
         return [str(self.directory / "agent"), f"h{host}", shlex.join(command)]
 
     def mpiexec(self, command: Sequence[str], ranks_per_host: int = 1) -> list[str]:
-        """The command line that runs `command` as an MPICH job on all hosts, by the launcher of this Python's environment.
+        """Return the command line that runs `command` as an MPICH job on all hosts, with the mpiexec of this environment.
 
         Raises:
-            LabError: no mpiexec.
+            LabError: there is no mpiexec.
         """
         launcher = find_mpiexec()
         if launcher is None:
@@ -180,7 +181,7 @@ class Lab:
         return self.on_host(0, [launcher, *options, "-n", str(self.hosts * ranks_per_host), *command])
 
     def down(self) -> None:
-        """End what still runs on the hosts and remove everything. Safe to call again."""
+        """Kill the processes on the hosts and remove everything. Further calls do nothing."""
         standing = self._standing()
         for name in standing:
             _end_processes(name)
@@ -197,7 +198,7 @@ class Lab:
 
 
 def _end_processes(namespace: str) -> None:
-    """Kill what runs in a namespace of ours, until nothing does: a launcher may start more meanwhile."""
+    """Kill the processes in a namespace until none is left, as a launcher may start more meanwhile."""
     for _ in range(20):
         processes = [int(word) for word in _run("ip", "netns", "pids", namespace, check=False).split()]
         if not processes:
@@ -216,20 +217,20 @@ def _run(*command: str, check: bool = True) -> str:
 
 
 def _interrupt(number: int, frame: object) -> None:
-    """Make a termination an exception, so that what stands is taken down."""
+    """Raise SystemExit at a signal, so that `with` blocks take the laboratory down."""
     sys.exit(128 + number)
 
 
 def take_down_at_termination() -> None:
-    """From here on SIGTERM and SIGHUP unwind `with` blocks, as Ctrl-C does."""
+    """Let SIGTERM and SIGHUP unwind `with` blocks from now on, as Ctrl-C does."""
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _interrupt)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The exit status: that of the job, for `run`."""
+    """Run the command line, and return the exit status; for `run`, that of the job."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--prefix", default="hpctrain-", help="of the namespaces")
+    parser.add_argument("--prefix", default="hpctrain-", help="prefix of the namespaces' names")
     parser.add_argument("action", choices=["up", "rate", "bytes", "down", "run"])
     parser.add_argument("values", nargs="*", help="up, run: HOSTS RATE; rate: RATE; run: -- COMMAND...")
     words = sys.argv[1:] if arguments is None else arguments

@@ -39,7 +39,8 @@ runpy.run_module("hpctrain", run_name="__main__", alter_sys=True)
 def patched_program(body: str) -> str:
     """Return the text of a program that is `hpctrain` with some functions replaced.
 
-    body: defines `patch()`, which is called once the command is known and before the job starts; `here` is the rank.
+    Args:
+        body: code that defines `patch()`, which is called before the job starts; `here` is the rank.
     """
     return _PATCHED.replace("BODY", body)
 
@@ -59,7 +60,7 @@ class Outcome:
 
 
 def find_mpiexec() -> str | None:
-    """Return mpiexec next to this Python, which belongs to this environment's MPI, or else the one on PATH; None without one."""
+    """Return the path of mpiexec: the one next to this Python, else the one on PATH; None if there is none."""
     sibling = Path(sys.executable).with_name("mpiexec")
     return str(sibling) if sibling.exists() else shutil.which("mpiexec")
 
@@ -89,7 +90,9 @@ def run_job(
 ) -> Outcome:
     """Run `python -m mpi4py *arguments` on `ranks` ranks; 0 ranks: as one process without a launcher.
 
-    through_mpi4py: whether to use `-m mpi4py`. launcher_options: options of mpiexec.
+    Args:
+        through_mpi4py: whether to use `-m mpi4py`.
+        launcher_options: options of mpiexec.
 
     Raises:
         subprocess.TimeoutExpired: the job hangs; it has been ended.
@@ -119,7 +122,11 @@ def run_job(
 
 
 class StartedJob:
-    """A command in a new session, which a test can disturb while it runs. killed: whether `kill` has ended it."""
+    """A command in a new session, which a test can disturb while it runs.
+
+    Attributes:
+        killed: whether `kill` has ended the command.
+    """
 
     def __init__(self, command: Sequence[str], folder: Path, extra: Mapping[str, str]) -> None:
         self._output = tempfile.TemporaryFile("w+")  # noqa: SIM115  open as long as the job runs

@@ -151,7 +151,7 @@ class Comparison:
 
     @property
     def worst(self) -> tuple[float, str]:
-        """Largest distance in float64, and the name of its array."""
+        """Return the largest distance in float64, and the name of its array."""
         return max((distance, name) for name, distance in self.float64.items())
 
 

@@ -1,4 +1,4 @@
-"""torchvision's own models by our names. Importing this module imports torch and torchvision, whatever torch it was built for."""
+"""torchvision's own models by hpctrain's names. Importing this module imports torch and torchvision, also one built for a GPU."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ class EmulatedDevice:
             raise EmulatedDeviceError(f"The program has not waited for the work on {left}.")
 
     def run_all(self) -> None:
-        """Do all work and check the memory, unless some work has failed."""
+        """Do all work and check the memory; do nothing if some work has failed."""
         if not self._streams.scheduler.failed:
             self._streams.scheduler.run_all()
             self._check_memory()
