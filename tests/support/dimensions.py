@@ -459,7 +459,7 @@ def _refused_device(items: tuple[tuple[str, str], ...]) -> str | None:
     changes = {"backend": "cuda" if on_device else "numpy", "threads": 1}
     changes["transport"] = transport if on_device or transport != "staged" else "auto"
     config = config_of(row).model_copy(update=changes)
-    return next((sentence for _, sentence in (*device_faults(config), *exact_faults(config))), None)
+    return next((str(fault) for fault in (*device_faults(config), *exact_faults(config))), None)
 
 
 @cache
