@@ -189,30 +189,20 @@ def test_objects(world: Communicator) -> None:
 
 @pytest.mark.mpi_differs
 @pytest.mark.parallel(RANKS)
-def test_split_groups_by_color_and_orders_by_key(world: Communicator, progress: ProgressEngine) -> None:
+def test_splits_by_color_key_and_node(world: Communicator) -> None:
     part = world.split(world.rank % 2, -world.rank, "parity")
     assert part is not None
     members = [r for r in range(world.size) if r % 2 == world.rank % 2][::-1]
     assert (part.name, part.size, part.rank) == ("parity", len(members), members.index(world.rank))
     assert part.allgather_object(world.rank) == members
-
-
-@pytest.mark.mpi_differs
-@pytest.mark.parallel(RANKS)
-def test_split_without_color_returns_nothing(world: Communicator) -> None:
     part = world.split(0 if world.rank == 0 else None, 0, "first")
     assert (part is None) == (world.rank != 0)
-
-
-@pytest.mark.mpi_differs
-@pytest.mark.parallel(RANKS)
-def test_one_node_holds_all_ranks_of_this_machine(world: Communicator) -> None:
     node = world.split_shared_memory("node")
     assert (node.rank, node.size) == (world.rank, world.size)
 
 
 @pytest.mark.mpi_differs
-@pytest.mark.parallel([1, 2, 3, 4])
+@pytest.mark.parallel(RANKS)
 def test_one_ranks_error_is_everyones(world: Communicator) -> None:
     for failing in range(world.size):
 

@@ -76,7 +76,7 @@ def test_magnitudes_are_torchvisions(theirs: Any, kind: str, bins: int) -> None:
 def test_pixels_are_torchvisions(theirs: Any, size: tuple[int, int], interpolation: str) -> None:
     mode = theirs.InterpolationMode(interpolation)
     for image in _pictures(size):
-        picture = Image.fromarray(image if image.shape[2] == 3 else image[:, :, 0])
+        picture = _picture(image)
         for ours, name in zip(NAMES, THEIRS, strict=True):
             for position in (0, 4, 9, 17, 30):
                 for sign in (1, -1) if ours in SIGNED else (1,):
