@@ -89,7 +89,9 @@ def _number(value: Any) -> Any:
     if isinstance(value, bool):
         raise PydanticCustomError("number_type", "must be a number")
     if isinstance(value, str) and _STARTS_AS_NUMBER.match(value) and not DECIMAL.fullmatch(value):
-        raise PydanticCustomError("decimal_type", "must be a decimal number without leading zeros, underscores or a unit")
+        is_decimal = DECIMAL.fullmatch(value.strip().replace("_", "").lstrip("0")) is not None
+        rule = "must be a decimal number without leading zeros or underscores" if is_decimal else "must be a number"
+        raise PydanticCustomError("number_type", rule)
     return value
 
 
