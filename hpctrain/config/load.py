@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import reduce
-from operator import getitem
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -177,9 +176,7 @@ def load(path: str | Path, overrides: Sequence[str] = (), refusal: Refusal | Non
     except IsADirectoryError:
         raise ConfigError(_directory_message(Path(path))) from None
     except OSError as error:
-        near = _nearest_file(Path(path)) if isinstance(error, FileNotFoundError) else None
-        advice = "give the path of a YAML file" if near is None else f"the nearest YAML file is {near}"
-        raise ConfigError(f"{path}: Cannot read the configuration: {error.strerror}; {advice}.") from None
+        raise ConfigError(f"{path}: Cannot read the configuration: {error.strerror}; give the path of a YAML file.") from None
     user_code.search_next_to(Path(path))
     return parse(text, str(path), overrides, refusal)
 
@@ -195,15 +192,6 @@ def _directory_message(path: Path) -> str:
     near = "quickstart.yaml" if "quickstart.yaml" in names else names[0] if names else None
     advice = "give the path of a YAML file" if near is None else f"name one of its files, such as {path / near}"
     return f"{path} is a directory, but a configuration must be a YAML file; {advice}."
-
-
-def _nearest_file(path: Path) -> Path | None:
-    """Return the YAML file of the same or most similar stem in its folder, the parent and their `configs`; None if none is."""
-    folders = (path.parent, path.parent / "configs", path.parent.parent, path.parent.parent / "configs")
-    files = [file for folder in folders for suffix in ("yaml", "yml") for file in sorted(folder.glob(f"*.{suffix}"))]
-    by_stem = {file.stem: file for file in reversed(files)}
-    near = nearest(path.stem, by_stem)
-    return None if near is None else by_stem[near]
 
 
 def parse(
@@ -250,7 +238,7 @@ def _checked(
     try:
         return Config.model_validate(data), source
     except ValidationError as error:
-        sentences = [str(source.error(path, sentence)) for path, sentence in _faults(error, data, source, refusal)]
+        sentences = [str(source.error(path, sentence)) for path, sentence in _faults(error, data, refusal)]
     raise ConfigError("\n".join(dict.fromkeys(sentences)))
 
 
@@ -270,46 +258,41 @@ def _drop_removed(data: Any, source: Source, *, stored: bool) -> None:
     """Delete removed keys and `progress: auto` if they have their former default, or if an earlier release has stored them.
 
     Raises:
-        ConfigError: a removed key has another value.
+        ConfigError: removed keys have other values.
     """
     if isinstance(data, dict) and data.get("progress") in (("auto", "posting") if stored else ("auto",)):
         del data["progress"]
     if stored and isinstance(data, dict) and isinstance(averager := data.get("averager"), dict):  # its wires
         averager |= {key: "bfloat16" for key, value in averager.items() if value == "float16"}
+    changed = _changed(data)
+    if changed and not stored:
+        raise ConfigError("\n".join(str(source.error(path, _removed(path))) for path in changed))
+
+
+def _changed(data: Any) -> list[KeyPath]:
+    """Delete removed keys from plain data, and return the paths of those that did not have their former default."""
+    changed = []
     for path, (default, _) in _REMOVED.items():
         section = reduce(lambda at, key: at.get(key) if isinstance(at, dict) else None, path[:-1], data)
         if not isinstance(section, dict) or ":" in str(section.get("name")):  # a user's own class may have such an option
             continue
-        if section.pop(path[-1], default) != default and not stored:
-            raise source.error(path, _removed(path))
+        if section.pop(path[-1], default) != default:
+            changed.append(path)
+    return changed
 
 
 def _removed(path: KeyPath) -> str:
     return f'The key "{dotted(path)}" was removed; {_REMOVED[path][1]}.'
 
 
-def _faults(error: ValidationError, data: Any, source: Source, refusal: Refusal | None) -> Iterator[tuple[KeyPath, str]]:
+def _faults(error: ValidationError, data: Any, refusal: Refusal | None) -> Iterator[tuple[KeyPath, str]]:
     """Yield (key path, sentence) of each fault: unknown names first, then violations of the schema."""
     refused = {} if refusal is None else {path: refusal(path, name) for path, name in names_in(data)}
     unknown = {path: sentence for path, sentence in refused.items() if sentence is not None}
     yield from (((*path, "name"), sentence) for path, sentence in unknown.items())
     for fault in answers.schema_faults(error, Config, meant=_meant):
         if not (fault.rule == answers.MISSING and fault.path[:-1] in unknown):
-            yield fault.path, str(fault) + _replaced_hint(fault.path, data, source)
-
-
-def _replaced_hint(path: KeyPath, data: Any, source: Source) -> str:
-    """Return a hint for a missing key of a section that an override has replaced as a whole; empty in other cases."""
-    section = path[:-1]
-    if not source.places.get(section, "").startswith("override"):
-        return ""
-    name = next((name for known, name in names_in(data) if known == section), None)
-    values = found if isinstance(found := reduce(getitem, section, data), Mapping) else {}
-    if name is None or path[-1] in values:
-        return ""
-    key = str(path[-1])
-    whole = flow({"name": name, **values, key: key.upper()})
-    return f' The override replaces all of {dotted(section)}; write "{dotted(section)}={whole}" with a value of {key} for {name}.'
+            yield fault.path, str(fault)
 
 
 def _override(data: Any, places: dict[KeyPath, str], override: str, following: str) -> Any:

@@ -326,8 +326,7 @@ class Checked(ABC):  # noqa: B024 - its subclasses declare the abstract methods
                 if declared:
                     setattr(cls, name, _with_checked_result(cls, method, declared[-1]))
 
-    def __post_init__(self) -> None:
-        """Check the fields of a dataclass that has no rules of its own."""
+    def __post_init__(self) -> None:  # of dataclasses without rules of their own
         check_types(type(self), vars(self), f" of {type(self).__name__}")
 
 

@@ -128,16 +128,17 @@ class _Reader:
             if isinstance(node, yaml.SequenceNode) and node.tag == _SEQUENCE:
                 return [self.value(item, (*path, index)) for index, item in enumerate(node.value)]
             if isinstance(node, yaml.ScalarNode):
-                return self._scalar(node)
+                return self._scalar(node, path)
         finally:
             self.open.pop()
         raise ConfigError(f"{self._place(node)}: The tag {shortened(node.tag)} is not known; use plain mappings and lists.")
 
-    def _scalar(self, node: yaml.ScalarNode) -> Any:
+    def _scalar(self, node: yaml.ScalarNode, path: KeyPath) -> Any:
         try:
             return self.loader.construct_object(node)
-        except ValueError as error:  # such as an integer in a base that its digits do not fit
-            raise ConfigError(f"{self._place(node)}: {shortened(node.value)} is not a valid value: {error}.") from None
+        except (ValueError, LookupError):  # a tag that the text does not fit
+            rule = f"must fit its tag !!{node.tag.rpartition(':')[2]}"
+            raise ConfigError(f"{self._place(node)}: {dotted(path)} is {shortened(node.value)}, but {rule}.") from None
 
     def _mapping(self, node: yaml.MappingNode, path: KeyPath) -> dict[str, Any]:
         self._check_keys(node, path)
@@ -163,7 +164,7 @@ class _Reader:
                     f'{self._place(key)}: The key "{key.value}" has no value, because the blank after the colon is missing; '
                     f"write {name}: {rest}."
                 )
-            if not isinstance(key, yaml.ScalarNode) or not isinstance(self._scalar(key), str):
+            if not isinstance(key, yaml.ScalarNode) or not isinstance(self._scalar(key, (*path, key.value)), str):
                 shown = key.value[:_SHOWN_CHARACTERS] if isinstance(key, yaml.ScalarNode) else "a list or mapping"
                 raise ConfigError(f"{self._place(key)}: The key {shown} is not a string; put it in quotes.")
             if key.value in first:
