@@ -416,4 +416,8 @@ def _task(
         from hpctrain.planner.search.configured_search import resolved
 
         config = resolved(config, ranks, machine, image, classes)
+    elif machine is not None:
+        from hpctrain.planner.costs import machine_file
+
+        machine_file.read(machine)  # a wrong name is an error, even if nothing is automatic
     return prepare(config, ranks, image, classes)

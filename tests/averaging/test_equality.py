@@ -406,12 +406,6 @@ def test_a_strategy_of_ones_own_trains_as_blocking_does(kind: type[Strategy], op
             assert np.linalg.norm(data - alone) <= 1e-10 * np.linalg.norm(alone)
 
 
-def test_the_docstring_shows_the_strategy_that_is_tested() -> None:
-    assert Strategy.__doc__ is not None
-    assert "return fused(self.group.layout, (self.group.layout.size + 1) // 2)" in Strategy.__doc__
-    assert len(planned(Halves, make_group()).plan(None).slices) == 2  # type: ignore[union-attr]
-
-
 def test_options_are_the_defaults_unless_given() -> None:
     group = PlannedGroup(make_group(), 2)
     assert Parts(group).options.parts == 3

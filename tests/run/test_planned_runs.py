@@ -637,7 +637,8 @@ def _command(*words: str) -> Callable[..., None]:
 def _schedules(*overrides: str) -> None:
     """The plan itself, without the command's checks before it."""
     config, _ = load(CONFIG, overrides)
-    group_schedules(prepare(config, 2, (35, 35, 3), 9), LinkModel(1e-5, 1e-9))
+    task = prepare(config, 2, (35, 35, 3), 9)
+    group_schedules(task.job, task.candidate, LinkModel(1e-5, 1e-9))
 
 
 @pytest.mark.slow
