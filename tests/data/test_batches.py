@@ -14,13 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpctrain.config.schema import CacheConfig
-from hpctrain.core.errors import ConfigError, ShapeError
+from hpctrain.core.errors import ShapeError
 from hpctrain.core.intervals import Box, even_interval, size_of
 from hpctrain.data import pipeline as batch_threads
 from hpctrain.data.cache import summed
 from hpctrain.data.image_file import ImageFile
 from hpctrain.data.loader import ArrayLoader, Batch, BatchSource, Loader, TileOfRank
-from hpctrain.data.pipeline import ImageSizes, Pipeline, first_fault
+from hpctrain.data.pipeline import ImageSizes, Pipeline
 from hpctrain.data.sampler import Mixing, Sampler
 from hpctrain.data.writer import write_data_file
 from hpctrain.run.data_cache import give_levels
@@ -235,24 +235,6 @@ def test_the_latest_size_that_has_begun_counts(epoch, side):
 @pytest.mark.parametrize(("epochs", "largest"), [(0, 5), (2, 5), (3, 7), (4, 7)])
 def test_a_size_that_a_training_does_not_come_to_needs_no_room(epochs, largest):
     assert SIZES.largest(epochs) == largest
-
-
-@pytest.mark.parametrize(
-    ("steps", "sentence"),
-    [
-        ((), "at least one"),
-        (((1, 24),), r"Image size 0, \(1, 24\), begins at epoch 1, but the first size must begin at epoch 0"),
-        (
-            ((0, 24), (8, 32), (8, 40)),
-            "Image size 2, .* begins at epoch 8, but the previous size begins at epoch 8; the smallest value is 9",
-        ),
-        (((0, 24), (3, 0)), "has images of 0 px; the smallest side is 1"),
-    ],
-)
-def test_sizes_that_are_out_of_order_are_refused(steps, sentence):
-    with pytest.raises(ConfigError, match=sentence):
-        ImageSizes(steps)
-    assert not steps or first_fault(steps) is not None
 
 
 @pytest.mark.parametrize("specs", [CROPPED, SHIFTED])

@@ -64,26 +64,6 @@ def test_check_returns_all_options_with_values_of_their_types() -> None:
     assert checked.keys() == catalogue.options("resnet50").keys()
 
 
-@pytest.mark.parametrize(
-    ("name", "options", "sentence"),
-    [
-        ("resnet_50", {}, 'There is no model "resnet_50"; the nearest is "resnet50".'),
-        ("vgg-16", {}, 'There is no model "vgg-16"; the nearest is "vgg16".'),
-        ("vgg16", {"drop_out": 0.1}, 'Model "vgg16" has no option "drop_out"; the nearest is "dropout"'),
-        ("resnet18", {"clases": 10}, 'the nearest is "classes"'),
-        ("resnet18", {"width": "wide"}, 'Option "width" of model "resnet18" is "wide", but must be a number'),
-        ("resnet18", {"classes": 2.5}, 'Option "classes" of model "resnet18" is 2.5, but must be an integer'),
-        ("vgg16", {"depth": 19}, 'Model "vgg16" fixes depth = 16, not 19; remove the option'),
-        ("vgg", {"depth": 12}, "There is no VGG of depth 12"),
-    ],
-)
-def test_what_cannot_be_built_is_refused_in_one_sentence(name: str, options: dict[str, object], sentence: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        catalogue.build(name, options)
-    assert sentence in str(caught.value)
-    assert "\n" not in str(caught.value)
-
-
 @pytest.mark.parametrize(("line", "channels"), [("IMAGE_SHAPE = (9, 8, 1)", 1), ("", 3)])
 def test_a_users_model_is_built_for_its_images_without_data(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str, channels: int
