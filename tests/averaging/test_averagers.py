@@ -46,6 +46,7 @@ from hpctrain_testing.virtual.run import lone_rank, run_virtual, virtual_engine
 from tests.support import nets
 from tests.support.averaging import OPTIMIZERS, STRATEGIES, averaged, make_group, one_step, planned
 from tests.support.training import Task, batches, replica_of
+from tests.training.test_checkpoint_state import assert_same
 from tests.training.test_checksums import STRATEGIES as STATE_STRATEGIES
 from tests.training.test_checksums import made, task_on
 
@@ -138,18 +139,17 @@ class _EverySecond(ReduceScatterAverager):
         return frozenset(k for k, piece in pieces if self.everything or "b.weight" in piece.parameters)
 
 
-class _AllOrNothing(_EverySecond):
-    everything = True
-
-
 class _Skipping(Sharded):
+    everything = False
+
     def averager(self, setup: AveragerSetup, agreement: Agreement) -> GradientAverager:
-        return _EverySecond(setup, agreement, exchanging={}, nominal_batch=0)
+        made = _EverySecond(setup, agreement, exchanging={}, nominal_batch=0)
+        made.everything = self.everything
+        return made
 
 
-class _SkippingAll(Sharded):
-    def averager(self, setup: AveragerSetup, agreement: Agreement) -> GradientAverager:
-        return _AllOrNothing(setup, agreement, exchanging={}, nominal_batch=0)
+class _SkippingAll(_Skipping):
+    everything = True
 
 
 def _skipped(
@@ -587,13 +587,6 @@ def _train(
     return replica.state(Position(), {})
 
 
-def _assert_same(a: CheckpointContent, b: CheckpointContent) -> None:
-    assert a.meta == b.meta
-    assert a.tensors.keys() == b.tensors.keys()
-    for name, tensor in b.tensors.items():
-        assert a.tensors[name].tobytes() == tensor.tobytes(), name
-
-
 @pytest.mark.sample(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -603,7 +596,7 @@ def test_undone_is_as_if_it_had_not_been(case: str, ranks: int) -> None:
     for undone in (1, 4):
         found = run_virtual(ranks, partial(_train, case=case, undone=undone))
         for one, other in zip(found, plain, strict=True):
-            _assert_same(one, other)
+            assert_same(one, other)
 
 
 @pytest.mark.slow
@@ -616,4 +609,4 @@ def test_what_another_run_kept_back_is_still_there() -> None:
     )
     for found in undone:
         for one, other in zip(found, plain, strict=True):
-            _assert_same(one, other)
+            assert_same(one, other)

@@ -29,24 +29,32 @@ from tests.support.averaging import (
     OF_NODES,
     OPTIMIZERS,
     STRATEGIES,
+    Saved,
     Watched,
     averaged,
     make,
     make_group,
     one_step,
     planned,
+    restore,
     run_steps,
+    saved,
 )
 
 STEPS = 9  # each number of samples three times
 
 
 def _run(
-    strategy: str, optimizer: str, ranks: int, seed: int | None, dtype: str = "float64", steps: int = STEPS
+    strategy: str,
+    optimizer: str,
+    ranks: int,
+    seed: int | None = None,
+    dtype: str = "float64",
+    steps: int = STEPS,
+    nodes: tuple[int, ...] | None = None,
 ) -> list[np.ndarray]:
     def program(comm: ThreadCommunicator) -> np.ndarray:
-        averager = make(strategy, optimizer, comm, virtual_engine(comm), dtype)
-        return run_steps(Watched(averager), steps)
+        return run_steps(Watched(make(strategy, optimizer, comm, virtual_engine(comm), dtype, nodes=nodes)), steps)
 
     return run_virtual(ranks, program, seed=seed)
 
@@ -176,24 +184,14 @@ IN_LEVELS = [*(name for name in STRATEGIES if name.startswith(("sharded", "prior
 PLACEMENTS = [(0, 1, 0, 1), (2, 1, 0, 0, 1, 2)]
 
 
-def _run_on_nodes(
-    strategy: str, optimizer: str, nodes: tuple[int, ...] | None, ranks: int, seed: int | None = None, steps: int = 9
-) -> list[np.ndarray]:
-    def program(comm: ThreadCommunicator) -> np.ndarray:
-        averager = make(strategy, optimizer, comm, virtual_engine(comm), nodes=nodes)
-        return run_steps(Watched(averager), steps)
-
-    return run_virtual(ranks, program, seed=seed)
-
-
 @pytest.mark.sample(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("strategy", IN_LEVELS)
 def test_two_levels_equal_blocking(strategy: str, optimizer: str) -> None:
-    (alone,) = _run_on_nodes("blocking", optimizer, None, 1)
+    alone = _alone(optimizer)
     for nodes in PLACEMENTS:
-        for data in _run_on_nodes(strategy, optimizer, nodes, len(nodes)):
+        for data in _run(strategy, optimizer, len(nodes), nodes=nodes):
             assert np.linalg.norm(data - alone) <= 1e-10 * np.linalg.norm(alone)
 
 
@@ -209,9 +207,9 @@ def test_no_schedule_changes_a_bit_of_two_levels(
     monkeypatch: pytest.MonkeyPatch, strategy: str, optimizer: str, nodes: tuple[int, ...], seeds: range
 ) -> None:
     monkeypatch.setattr(slicing, "_LEAST_ROWS", 1)  # linear layers in several slices
-    expected = _run_on_nodes(strategy, optimizer, nodes, len(nodes), steps=6)[0]
+    expected = _run(strategy, optimizer, len(nodes), nodes=nodes, steps=6)[0]
     for seed in seeds:
-        for data in _run_on_nodes(strategy, optimizer, nodes, len(nodes), seed, steps=6):
+        for data in _run(strategy, optimizer, len(nodes), seed, nodes=nodes, steps=6):
             assert data.tobytes() == expected.tobytes(), f"{nodes}, seed {seed}"
 
 
@@ -286,33 +284,13 @@ def test_one_level_on_request_and_where_nodes_are_unlike() -> None:
     assert run_virtual(4, partial(kinds, nodes=(0, 0, 0, 1))) == [{ThreadCommunicator}] * 4
 
 
-Stored = tuple[np.ndarray, dict[str, dict[str, np.ndarray]]]
-
-
-def _save(averager: GradientAverager) -> Stored:
-    state = {
-        name: {key: values.copy() for key, values in averager.full_state(parameter).items()}
-        for name, parameter in averager.group.parameters.items()
-    }
-    return averager.group.data.copy(), state
-
-
-def _restore(averager: GradientAverager, stored: Stored) -> None:
-    averager.group.data[...] = stored[0]
-    for name, parameter in averager.group.parameters.items():
-        state = dict(stored[1][name])
-        if averager.pending in state:
-            state[averager.pending] = for_holders(state[averager.pending], averager.holders)
-        averager.load_state(parameter, state)
-
-
-def _train_and_save(strategy: str, ranks: int, steps: range, stored: Stored | None = None) -> list[Stored]:
-    def program(comm: ThreadCommunicator) -> Stored:
+def _train_and_save(strategy: str, ranks: int, steps: range, stored: Saved | None = None) -> list[Saved]:
+    def program(comm: ThreadCommunicator) -> Saved:
         averager = make(strategy, "lars, clipping", comm, virtual_engine(comm))
         if stored is not None:
-            _restore(averager, stored)
+            restore(averager, stored)
         run_steps(averager, len(steps), steps.start)
-        return _save(averager)
+        return saved(averager)
 
     return run_virtual(ranks, program, seed=ranks)
 

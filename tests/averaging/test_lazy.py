@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpctrain.averaging.base import for_holders
 from hpctrain.averaging.collective_schedule import OperationKind
 from hpctrain.averaging.strategies.lazy import Lazy, LazyAverager, LazyInterval, LazyStep, next_interval
 from hpctrain.comm.base import Communicator
@@ -19,7 +18,21 @@ from hpctrain.optim.optimizers import Sgd
 from hpctrain_testing.virtual.communicator import ThreadCommunicator
 from hpctrain_testing.virtual.counters import Counters, CountingCommunicator
 from hpctrain_testing.virtual.run import lone_rank, run_virtual, virtual_engine
-from tests.support.averaging import INPUTS, LR, OPTIMIZERS, OUTPUTS, SAMPLES, Watched, averaged, make_group, one_step, run_steps
+from tests.support.averaging import (
+    INPUTS,
+    LR,
+    OPTIMIZERS,
+    OUTPUTS,
+    SAMPLES,
+    Saved,
+    Watched,
+    averaged,
+    make_group,
+    one_step,
+    restore,
+    run_steps,
+    saved,
+)
 
 STEPS = 20
 Values = dict[str, np.ndarray]
@@ -170,46 +183,24 @@ def test_linear_layers_exchange_inputs_and_errors_only_where_they_are_not_lazy()
 
 
 # -- a resume ------------------------------------------------------------------------------------------------------------------
-Saved = tuple[np.ndarray, dict[str, Values], dict[str, int]]
-
-
-def _saved(averager: LazyAverager) -> Saved:
-    averager.drain()
-    state = {
-        name: {key: np.array(values) for key, values in averager.full_state(parameter).items()}
-        for name, parameter in averager.group.parameters.items()
-    }
-    return averager.group.data.copy(), state, averager.counters()
-
-
-def _restored(averager: LazyAverager, saved: Saved) -> LazyAverager:
-    data, state, counters = saved
-    averager.group.data[...] = data
-    for name, parameter in averager.group.parameters.items():
-        of_holders = {
-            key: for_holders(values, averager.holders) if key == averager.pending else values
-            for key, values in state[name].items()
-        }
-        averager.load_state(parameter, of_holders)
-    averager.load_counters(counters)
-    return averager
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("after", [1, 2, 5])
 def test_other_ranks_go_on_with_the_sum(after: int) -> None:
     options = {"layers": 2, "bucket_bytes": 50, "check_every": 1}
 
-    def until(comm: ThreadCommunicator) -> Saved:
+    def until(comm: ThreadCommunicator) -> tuple[Saved, dict[str, int]]:
         lazy = _lazy(comm, OPTIMIZERS["momentum"](), **options)
         run_steps(lazy, 8)
-        return _saved(lazy)
+        return saved(lazy), lazy.counters()
 
     def onwards(comm: ThreadCommunicator) -> np.ndarray:
-        return run_steps(_restored(_lazy(comm, OPTIMIZERS["momentum"](), **options), saved), 10, 8)
+        lazy = _lazy(comm, OPTIMIZERS["momentum"](), **options)
+        restore(lazy, stored)
+        lazy.load_counters(counters)
+        return run_steps(lazy, 10, 8)
 
-    saved = run_virtual(3, until, seed=3)[0]
-    assert np.any(saved[1]["a.weight"]["lazy_gradient"])
+    stored, counters = run_virtual(3, until, seed=3)[0]
+    assert np.any(stored[1]["a.weight"]["lazy_gradient"])
     ((alone, _),) = _run(1, None, "momentum", 18, check_every=1)
     for data in run_virtual(after, onwards, seed=after):
         np.testing.assert_allclose(data, alone, rtol=1e-9, atol=1e-12)

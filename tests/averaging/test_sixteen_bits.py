@@ -1,22 +1,27 @@
-"""Averaging in 16-bit messages: half of the bytes, the same bits on all ranks, and owners lose nothing."""
+"""Averaging in 16-bit messages: casts of every code, half of the bytes, the same bits on all ranks, and owners lose nothing."""
 
 from __future__ import annotations
 
+import math
+import tracemalloc
 from collections.abc import Sequence
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
 import pytest
 
-from hpctrain.averaging import slicing
+from hpctrain.averaging import sixteen_bits, slicing
 from hpctrain.averaging.base import GradientAverager, Strategy
 from hpctrain.averaging.collective_schedule import CollectiveSchedule
 from hpctrain.averaging.sixteen_bits import (
     PARAMETER_ERROR,
+    Bfloat16Codes,
+    Cast16,
+    OddRounding,
     RoundedParameters,
     Rounding,
     caster,
-    check_wire,
     wire_bytes,
     words_of_rounding,
 )
@@ -35,7 +40,7 @@ from hpctrain.planner.program.group_schedules import GroupSchedule
 from hpctrain_testing.virtual.communicator import ThreadCommunicator
 from hpctrain_testing.virtual.counters import Counters, CountingCommunicator
 from hpctrain_testing.virtual.run import run_virtual, virtual_engine, wait
-from tests.support.averaging import OPTIMIZERS, Watched, averaged, make_group, planned, run_steps, shares
+from tests.support.averaging import OPTIMIZERS, Saved, Watched, averaged, make_group, planned, restore, run_steps, saved, shares
 from tests.support.bfloat16 import UNIT, rounded
 
 WHOLE: dict[str, tuple[type[Strategy], dict[str, Any]]] = {
@@ -257,35 +262,9 @@ def test_unknown_values_are_refused(name: str) -> None:
     for option in ("wire",) if name in WHOLE else ("wire", "wire_parameters"):
         with pytest.raises(OptionError, match=f"{option} is 'int8', but must be one of float32, bfloat16"):
             kind.Options(**{option: "int8"})
-    check_wire(wire="bfloat16")
 
 
-ROUNDED_STRATEGIES: dict[str, tuple[type[Strategy], dict[str, Any]]] = {
-    "sharded": (Sharded, {"bucket_bytes": 100, "nominal_batch": 9, "fc_exchange": "never"}),
-    "sharded, exchange": (Sharded, {"bucket_bytes": 100, "nominal_batch": 9, "fc_exchange": "always"}),
-    "priority": (Priority, {"slice_parameters": 8, "window": 2, "fc_exchange": "never"}),
-}
-
-State = dict[str, dict[str, np.ndarray]]
-Stored = tuple[np.ndarray, State]
-
-
-def _rounded_averager(
-    name: str, comm: ThreadCommunicator, dtype: str = "float32", optimizer: str = "momentum", **options: Any
-) -> GradientAverager:
-    kind, given = ROUNDED_STRATEGIES[name]
-    return averaged(kind, make_group(dtype), OPTIMIZERS[optimizer](), comm, virtual_engine(comm), **given, **options)
-
-
-def _stored(averager: GradientAverager) -> Stored:
-    state = {
-        name: {key: values.copy() for key, values in averager.full_state(parameter).items()}
-        for name, parameter in averager.group.parameters.items()
-    }
-    return averager.group.data.copy(), state
-
-
-def _exact(stored: Stored, group: FlatGroup) -> np.ndarray:
+def _exact(stored: Saved, group: FlatGroup) -> np.ndarray:
     data, state = stored
     total = data.copy()
     for segment in group.segments:
@@ -317,10 +296,12 @@ def _fixed_gradients(averager: GradientAverager, steps: range) -> None:
 def test_owners_lose_nothing(name: str, nodes: tuple[int, ...] | None, optimizer: str, dtype: str) -> None:
     """With the same gradients, what an owner has is to the bit what it has where parameters travel as they are; norms too."""
 
-    def program(comm: ThreadCommunicator, wire_parameters: Wire) -> Stored:
-        averager = _rounded_averager(name, comm, dtype, optimizer, nodes=nodes, wire_parameters=wire_parameters)
+    def program(comm: ThreadCommunicator, wire_parameters: Wire) -> Saved:
+        averager = _averager(
+            name, comm, comm, make_group(dtype), optimizer=optimizer, nodes=nodes, wire_parameters=wire_parameters
+        )
         _fixed_gradients(averager, range(6))
-        return _stored(averager)
+        return saved(averager)
 
     group = make_group(dtype)
     (exact, _), *_ = run_virtual(4, lambda comm: program(comm, "float32"))
@@ -334,18 +315,18 @@ def test_owners_lose_nothing(name: str, nodes: tuple[int, ...] | None, optimizer
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stop", [0, 3])
-@pytest.mark.parametrize("name", ROUNDED_STRATEGIES)
+@pytest.mark.parametrize("name", OWNERS)
 def test_a_run_that_goes_on_is_the_uninterrupted_one(name: str, stop: int) -> None:
     wire: Wire = "bfloat16"
 
-    def program(comm: ThreadCommunicator, first: int, last: int, stored: Stored | None) -> Stored:
-        averager = _rounded_averager(name, comm, replan=False, wire=wire, wire_parameters=wire, optimizer="lars, clipping")
+    def program(comm: ThreadCommunicator, first: int, last: int, stored: Saved | None) -> Saved:
+        averager = _averager(
+            name, comm, comm, make_group("float32"), replan=False, wire=wire, wire_parameters=wire, optimizer="lars, clipping"
+        )
         if stored is not None:
-            averager.group.data[...] = stored[0]
-            for key, parameter in averager.group.parameters.items():
-                averager.load_state(parameter, stored[1][key])
+            restore(averager, stored)
         run_steps(Watched(averager), last - first, first)
-        return _stored(averager)
+        return saved(averager)
 
     through = run_virtual(3, lambda comm: program(comm, 0, 7, None))
     stored = run_virtual(3, lambda comm: program(comm, 0, stop, None))[0]
@@ -360,10 +341,10 @@ def test_a_run_that_goes_on_is_the_uninterrupted_one(name: str, stop: int) -> No
 def test_only_what_is_sent_is_rounded(wire: Wire) -> None:
     """A bias that every rank updates by itself has no error, and one rank sends nothing."""
 
-    def program(comm: ThreadCommunicator) -> State:
-        averager = _rounded_averager("sharded, exchange", comm, wire_parameters=wire)
+    def program(comm: ThreadCommunicator) -> dict[str, dict[str, np.ndarray]]:
+        averager = _averager("sharded, exchange", comm, comm, make_group("float32"), wire_parameters=wire)
         run_steps(averager, 2)
-        return _stored(averager)[1]
+        return saved(averager)[1]
 
     for ranks in (1, 3):
         for state in run_virtual(ranks, program):
@@ -390,3 +371,202 @@ def test_what_is_not_finite_is_not_hidden() -> None:
         assert group.data[3] == (2 + 2**-20 if comm.rank else 2)
 
     run_virtual(2, program)
+
+
+DTYPES = ["float32", "float64"]
+
+BLOCK = sixteen_bits._BLOCK
+
+
+@pytest.fixture
+def small_casts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sixteen_bits, "_BLOCK", 64)
+
+
+def message_of(cast: Cast16, values: np.ndarray) -> np.ndarray:
+    message = np.empty(cast.message_size, np.uint8)
+    cast.compress(values, message)
+    return message
+
+
+def received(cast: Cast16, values: np.ndarray) -> np.ndarray:
+    again = np.full_like(values, 9)
+    cast.decompress(message_of(cast, values), again)
+    return again
+
+
+def arrays(dtype: str) -> list[np.ndarray]:
+    """Arrays of all sizes of numbers, up to the last third of the range of the dtype, and down to denormal ones."""
+    numbers = np.random.default_rng(1)
+    low, high = (-149, 125) if dtype == "float32" else (-1074, 1021)
+    whole = [
+        numbers.standard_normal(size) * 2.0 ** float(scale)
+        for size in (1, 63, 64, 65, 300)
+        for scale in (low, low + 5, low // 2, -24, 0, 14, high // 2, high - 2)
+    ]
+    mixed = [numbers.standard_normal(200) * 2.0 ** numbers.integers(low, 125, 200).astype(float) for _ in range(5)]
+    return [values.astype(dtype) for values in (*whole, *mixed, np.zeros(70), np.empty(0))]
+
+
+@pytest.mark.usefixtures("small_casts")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_bfloat16_is_the_nearest_of_eight_digits(dtype: str) -> None:
+    cast = Cast16(70, dtype)
+    numbers = np.random.default_rng(2)
+    values = (numbers.standard_normal(70) * 2.0 ** numbers.integers(-120, 120, 70)).astype(dtype)
+    unit = 2.0 ** (np.frexp(np.abs(values).astype(np.float64))[1] - 8)
+    np.testing.assert_array_equal(received(cast, values), np.round(values / unit) * unit)
+
+
+@pytest.mark.usefixtures("small_casts")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_received_and_lost_are_the_array_exactly(dtype: str) -> None:
+    for values in arrays(dtype):
+        if np.abs(values).max(initial=0) > 2.0**127:
+            continue
+        cast = Cast16(values.size, dtype)
+        lost, message, before = values.copy(), message_of(cast, values), values.copy()
+        assert values.tobytes() == before.tobytes()
+        cast.subtract_from(message, lost)
+        again = received(cast, values)
+        total = np.linspace(-1, 1, values.size).astype(dtype)
+        expected = total + again
+        cast.add_to(message, total)
+        np.testing.assert_array_equal(total, expected)
+        assert cast.message_size == 2 * values.size
+        np.testing.assert_array_equal(lost + again, values)
+        np.testing.assert_array_equal(lost, values - again)
+
+
+@pytest.mark.usefixtures("small_casts")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_is_not_finite_is_received_so(dtype: str) -> None:
+    for value in (np.inf, -np.inf, np.nan):
+        values = np.ones(130, dtype)
+        values[[3, 129]] = value
+        np.testing.assert_array_equal(received(Cast16(130, dtype), values), values)
+        residual = values.copy()
+        cast = Cast16(130, dtype)
+        cast.subtract_from(message_of(cast, values), residual)
+        assert not np.isfinite(residual[[3, 129]]).any()
+
+
+@pytest.mark.usefixtures("small_casts")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_call_takes_no_memory(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sixteen_bits, "_BLOCK", BLOCK)
+    values = np.random.default_rng(5).standard_normal(300_000).astype(dtype)
+    cast = Cast16(values.size, dtype)
+    message, target = message_of(cast, values), values.copy()
+    tracemalloc.start()
+    try:
+        cast.compress(values, message)
+        cast.add_to(message, target)
+        cast.subtract_from(message, target)
+        cast.decompress(message, target)
+        kept, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert kept < 10_000
+    assert peak < 100_000
+
+
+CODES = np.arange(1 << 16, dtype=np.uint16)
+
+
+def values_of(codes: np.ndarray = CODES) -> np.ndarray:
+    Bfloat16Codes(codes.size).decode(codes, values := np.empty(codes.size, np.float32))
+    return values
+
+
+def codes_of(values: np.ndarray) -> np.ndarray:
+    with np.errstate(all="ignore"):
+        Bfloat16Codes(values.size).encode(values, codes := np.empty(values.size, np.uint16))
+    return codes
+
+
+def finite() -> np.ndarray:
+    """The codes of numbers of plus sign, in ascending order, and of infinity."""
+    return CODES[: int(np.flatnonzero(np.isinf(values_of()))[0]) + 1]
+
+
+def test_values_are_those_that_the_format_defines() -> None:
+    codes = np.array([0, 1, 0x3F80, 0x7F7F, 0x8080, 0xFF80], np.uint16)
+    largest = 2.0**127 * (2 - 2**-7)
+    np.testing.assert_array_equal(values_of(codes), [0, 2**-133, 1, largest, -(2.0**-126), -np.inf])
+
+
+def test_every_code_is_its_value_s_code() -> None:
+    values = values_of()
+    again = codes_of(values)
+    number = ~np.isnan(values)
+    np.testing.assert_array_equal(again[number], CODES[number])
+    assert np.isnan(values_of(again[~number])).all()
+
+
+def test_numbers_between_two_codes_become_the_nearer_and_halves_the_even_one() -> None:
+    codes = finite()[:-1]
+    values = values_of(codes).astype(np.float64)
+    middle = (values[:-1] + values[1:]) / 2
+    even = np.where(codes[:-1] % 2 == 0, codes[:-1], codes[1:])
+    single = middle.astype(np.float32)
+    assert (single == middle).all(), "the middle of two codes is a float32"
+    for sign, bit in ((1, 0), (-1, 0x8000)):
+        np.testing.assert_array_equal(codes_of(sign * single), even | bit)
+        below, above = (sign * np.nextafter(single, np.float32(limit)) for limit in (-np.inf, np.inf))
+        np.testing.assert_array_equal(codes_of(below), codes[:-1] | bit)
+        np.testing.assert_array_equal(codes_of(above), codes[1:] | bit)
+
+
+def test_the_border_of_infinity() -> None:
+    border = 2.0**128 * (1 - 2**-9)
+    values = np.array([border, np.nextafter(np.float32(border), np.float32(0))], np.float32)
+    assert np.isinf(values_of(codes_of(values))).tolist() == [True, False]
+
+
+def nearest(value: float, ascending: np.ndarray) -> int:
+    """The code of a float64 of plus sign, rounded once, by fractions."""
+    place = int(np.searchsorted(ascending, value))
+    if place == 0 or ascending[place] == value:
+        return place
+    low, high = (Fraction(float(ascending[place + shift])) for shift in (-1, 0))
+    gap = Fraction(value) - low, high - Fraction(value)
+    return place if gap[1] < gap[0] or (gap[0] == gap[1] and place % 2 == 0) else place - 1
+
+
+@pytest.mark.slow
+def test_float64_is_rounded_as_if_once() -> None:
+    """Numbers whose nearest float32 is the middle of two codes, though they are not."""
+    codes = finite()[:-1]
+    ascending = values_of(codes).astype(np.float64)
+    numbers = np.random.default_rng(2)
+    chosen = numbers.integers(0, codes.size - 1, 3000)
+    middle = (ascending[chosen] + ascending[chosen + 1]) / 2
+    for shift in (-1, 0, 1):
+        values = middle + shift * np.spacing(middle) * 2.0 ** numbers.integers(0, 20, middle.size)
+        narrowed = np.empty(values.size, np.float32)
+        OddRounding(values.size).narrow(values, narrowed)
+        assert codes_of(narrowed).tolist() == [nearest(value, ascending) for value in values]
+
+
+def test_narrowed_numbers_are_odd_neighbours() -> None:
+    numbers = np.random.default_rng(3)
+    values = numbers.standard_normal(20_000) * 2.0 ** numbers.integers(-160, 129, 20_000)
+    values[::7] = np.round(values[::7])
+    narrowed = np.empty(values.size, np.float32)
+    with np.errstate(all="ignore"):
+        OddRounding(values.size).narrow(values, narrowed)
+    for value, result in zip(values.tolist(), narrowed, strict=True):
+        assert math.isfinite(result)
+        if value != float(result):
+            assert result.view(np.uint32) % 2 == 1
+            assert abs(value) >= 2.0**127 or abs(value - float(result)) < float(np.spacing(np.abs(result)))
+    assert (narrowed == values).any()
+
+
+def test_narrowing_leaves_exact_and_not_finite_numbers() -> None:
+    values = np.array([0.0, -0.0, 1.5, -3.0, 2.0**-149, np.inf, -np.inf, np.nan])
+    narrowed = np.empty(values.size, np.float32)
+    OddRounding(values.size).narrow(values, narrowed)
+    np.testing.assert_array_equal(narrowed, values)
+    np.testing.assert_array_equal(np.signbit(narrowed[:4]), np.signbit(values[:4]))

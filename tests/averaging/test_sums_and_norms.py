@@ -183,23 +183,15 @@ def test_no_schedule_of_messages_changes_a_bit(strategy: str, optimizer: str) ->
                 assert found[name].tobytes() == twin.tobytes(), "copies of a parameter differ"
 
 
-def test_the_norms_of_all_groups_are_one_message_a_step() -> None:
+@pytest.mark.parametrize(("optimizer", "messages"), [("lars, clip", GRID_STEPS), ("neither", 0)])
+def test_the_norms_of_all_groups_are_one_message_a_step_if_they_are_needed(optimizer: str, messages: int) -> None:
     def program(comm: ThreadCommunicator) -> tuple[int, int]:
         counters = Counters()
-        _on_grid("sharded", "lars, clip", 2, 2, comm, counters)
+        _on_grid("sharded", optimizer, 2, 2, comm, counters)
         norms = counters.total(operation="iallreduce")
         return norms.operations, norms.payload_bytes
 
-    assert run_virtual(4, program) == [(GRID_STEPS, GRID_STEPS * 2 * 8 * len(WHOLE))] * 4
-
-
-def test_without_norms_nothing_is_sent() -> None:
-    def program(comm: ThreadCommunicator) -> int:
-        counters = Counters()
-        _on_grid("sharded", "neither", 2, 2, comm, counters)
-        return counters.total(operation="iallreduce").operations
-
-    assert run_virtual(4, program) == [0] * 4
+    assert run_virtual(4, program) == [(messages, messages * 2 * 8 * len(WHOLE))] * 4
 
 
 SIZES = (3, 5 * NORM_BLOCK + 7, 0, 40, 2 * NORM_BLOCK - 50, NORM_BLOCK)

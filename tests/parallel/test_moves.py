@@ -1,6 +1,5 @@
 """Moves between ranks: transfers, operators against their adjoints, groups, and the words that leave each rank."""
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -13,10 +12,10 @@ from hpctrain.backend.operators import Array, Buffers, KernelSet, Operator, Reco
 from hpctrain.backend.specs import ReluSpec, TensorSpec
 from hpctrain.comm.base import SingleCommunicator
 from hpctrain.comm.groups import ProcessGrid
-from hpctrain.core.intervals import even_intervals, relative, shape_of, slices, whole
+from hpctrain.core.intervals import even_intervals, relative, shape_of, size_of, slices, whole
 from hpctrain.data.loader import cut
 from hpctrain.models import catalogue
-from hpctrain.nn.layers import AdaptiveAveragePool, Conv2d, Flatten, Layer, Linear, MaxPool, ReLU, Sequential
+from hpctrain.nn.layers import Layer
 from hpctrain.parallel import layout
 from hpctrain.parallel.groups import GridGroups
 from hpctrain.parallel.layout import Layout
@@ -36,6 +35,7 @@ from hpctrain_testing.virtual.communicator import ThreadCommunicator
 from hpctrain_testing.virtual.run import run_virtual, virtual_engine
 from tests.support.distributed import random_moves
 from tests.support.emulated import EmulatedDeviceFactory, kernels_on
+from tests.support.grid_tables import ALEXNET_USE, alexnet
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6])
@@ -204,10 +204,6 @@ def test_nothing_has_no_output_and_passes_back_zeros() -> None:
     assert not found.dx.any()
 
 
-def _words_of(target: Layout) -> list[int]:
-    return [int(np.prod(shape_of(box))) for box in target.boxes]
-
-
 @pytest.mark.parametrize("ranks", RANKS)
 def test_little_is_rebuilt_and_much_is_kept(ranks: int) -> None:
     """A halo is put around the tile again in backward; what was gathered is kept."""
@@ -227,7 +223,7 @@ def test_little_is_rebuilt_and_much_is_kept(ranks: int) -> None:
 
     for rank, (rebuilds, saved, keeps) in enumerate(run_virtual(ranks, program)):
         assert (rebuilds, keeps) == (True, False)
-        assert saved == 8 * (_words_of(halo)[rank] - _words_of(tiles)[rank])
+        assert saved == 8 * (size_of(halo.boxes[rank]) - size_of(tiles.boxes[rank]))
 
 
 def _tall(ranks: int) -> list[tuple[Layout, Layout]]:
@@ -361,6 +357,10 @@ def test_every_position_is_in_a_split_group_and_a_data_group(rows: int, cols: in
         assert (group is None) == (rows == 1)
         assert group is None or (group.rank, group.size) == (groups.split_rank, rows)
         assert set(groups.mergers(virtual_engine(comm))) == ({"all"} if rows == 1 else {"all", "split", "data"})
+        counts = (3, 2, 2, 2, 1, 0)[:ranks]
+        assert tuple(groups.counts_of("all", counts)) == counts
+        if rows > 1:
+            assert list(groups.counts_of("model", counts)) == [sum(counts[k : k + rows]) for k in range(0, ranks, rows)]
         return groups.position, found
 
     results = run_virtual(ranks, program, ranks_per_node=ranks_per_node)
@@ -390,18 +390,6 @@ def test_groups_of_one_rank_take_arrays_that_transports_do_not(rows: int, cols: 
     run_virtual(rows * cols, program)
 
 
-def test_counts_of_split_groups() -> None:
-    counts = (3, 2, 2, 2, 1, 0)
-
-    def program(comm: ThreadCommunicator) -> tuple[list[int], list[int]]:
-        groups = GridGroups(ProcessGrid(comm, 3, 2))
-        return list(groups.counts_of("all", counts)), list(groups.counts_of("model", counts))
-
-    for every, model in run_virtual(6, program):
-        assert every == list(counts)
-        assert model == [7, 3]
-
-
 @pytest.mark.parametrize(("rows", "cols", "per_node"), [(1, 4, 2), (2, 2, 2), (2, 4, 4), (2, 3, 3)])
 def test_nodes_are_those_of_the_ranks_that_average(rows: int, cols: int, per_node: int) -> None:
     """Also where the launcher has dealt out ranks to nodes in turn, so that positions are not ranks."""
@@ -417,26 +405,6 @@ def test_nodes_are_those_of_the_ranks_that_average(rows: int, cols: int, per_nod
 
 
 Words = tuple[int, ...]
-
-
-def alexnet(width: int = 1) -> Layer:
-    """Krizhevsky et al. 2012 in one column, channels and features divided by `width`."""
-    channels = [n // width for n in (96, 256, 384, 384, 256)]
-    features: list[Layer] = [Conv2d(3, channels[0], 11, 4, padding=2), ReLU(), MaxPool(3, 2)]
-    features += [Conv2d(channels[0], channels[1], 5, padding=2), ReLU(), MaxPool(3, 2)]
-    for before, after in itertools.pairwise(channels[1:]):
-        features += [Conv2d(before, after, 3, padding=1), ReLU()]
-    features += [MaxPool(3, 2)]
-    hidden = 4096 // width
-    classifier = [Linear(36 * channels[-1], hidden), ReLU(), Linear(hidden, hidden), ReLU(), Linear(hidden, 1000 // width)]
-    return Sequential(
-        {
-            "features": Sequential(features),
-            "avgpool": AdaptiveAveragePool((6, 6)),
-            "flatten": Flatten(),
-            "classifier": Sequential(classifier),
-        }
-    )
 
 
 def _graph_of_images(model: Layer, pixels: int, samples: int) -> Graph:
@@ -502,8 +470,8 @@ SPLITS = [(4, 4), (5, 3), (3, 3, 2), (0, 5, 1), (2, 1, 1, 2), (1, 0, 0, 0, 0, 0,
 @pytest.mark.parametrize("counts", SPLITS, ids=str)
 def test_alexnet_by_domain_and_model(counts: Words) -> None:
     samples, ranks = sum(counts), len(counts)
-    plan = ParallelPlan(ranks, 1, Parallelism.BATCH, {"features.*": Parallelism.DOMAIN, "classifier.*": Parallelism.MODEL})
-    found = forward, backward = words_by_boxes(partition_graph(_graph_of_images(alexnet(), 224, samples), plan, counts))
+    plan = ParallelPlan(ranks, 1, Parallelism.BATCH, ALEXNET_USE)
+    found = forward, backward = words_by_boxes(partition_graph(_graph_of_images(alexnet(), 227, samples), plan, counts))
     layers = [
         ("features.2", 55, 96, (3, 2, 0)), ("features.3", 27, 96, (5, 1, 2)), ("features.5", 27, 256, (3, 2, 0)),
         ("features.6", 13, 256, (3, 1, 1)), ("features.8", 13, 384, (3, 1, 1)), ("features.10", 13, 384, (3, 1, 1)),
@@ -514,12 +482,12 @@ def test_alexnet_by_domain_and_model(counts: Words) -> None:
     assert "features.0.halo" not in forward
     rows = [stop - start for start, stop in even_intervals(6, ranks)]
     to_samples = tuple(6 * 256 * own * (samples - count) for own, count in zip(rows, counts, strict=True))
-    assert forward["avgpool.move"] == to_samples
-    assert backward["avgpool.move"] == tuple(6 * 256 * (6 - own) * count for own, count in zip(rows, counts, strict=True))
+    assert forward["flatten.move"] == to_samples
+    assert backward["flatten.move"] == tuple(6 * 256 * (6 - own) * count for own, count in zip(rows, counts, strict=True))
     # What a linear layer reads: everybody's own part to all others; back: a reduce-scatter, all but one's own part.
-    assert forward["classifier.0.move"] == tuple((ranks - 1) * 9216 * count for count in counts)
-    assert backward["classifier.0.move"] == tuple(9216 * (samples - count) for count in counts)
-    for name in ("classifier.2.move", "classifier.4.move"):
+    assert forward["classifier.1.move"] == tuple((ranks - 1) * 9216 * count for count in counts)
+    assert backward["classifier.1.move"] == tuple(9216 * (samples - count) for count in counts)
+    for name in ("classifier.4.move", "classifier.6.move"):
         own_features = [stop - start for start, stop in even_intervals(4096, ranks)]
         assert forward[name] == tuple((ranks - 1) * samples * own for own in own_features)
         assert backward[name] == tuple(samples * (4096 - own) for own in own_features)

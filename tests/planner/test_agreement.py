@@ -24,7 +24,7 @@ from hpctrain_testing.formulas import weighted_layers
 from tests.support.planned import machine
 
 BATCH, MODEL, DOMAIN = Parallelism
-CONFIG = Path(__file__).parents[2] / "configs" / "imagenet-vgg16.yaml"
+CONFIGS = Path(__file__).parents[2] / "configs"
 ALPHA_SECONDS, BETA_SECONDS_PER_WORD = 2e-6, formulas.WORD_BYTES / 6e9
 SAMPLES, RANKS = 2048, 512
 DEEP = {"vgg11": (64, 62, 3), "alexnet": (227, 227, 3)}  # whose last layers still have some rows
@@ -78,7 +78,8 @@ def test_the_best_grids_are_those(uses: dict[str, Parallelism], best: int) -> No
 @pytest.mark.parametrize("ranks", [2, 3, 8])
 @pytest.mark.parametrize("name", ["alexnet", "vgg16"])
 def test_batchs_words_are_the_means_of_what_ranks_exchange(name: str, ranks: int) -> None:
-    config, _ = load(CONFIG, [f"model={{name: {name}, width: 0.1}}", "averager=blocking", "batch=24", "backend=numpy"])
+    model = f"model={{name: {name}, width: 0.1}}"
+    config, _ = load(CONFIGS / "imagenet-vgg16.yaml", [model, "averager=blocking", "batch=24", "backend=numpy"])
     task = prepare(config, ranks, (227, 227, 3), 10)
     layers = weighted_layers(task.job.graph_of(1))
     biases = sum(spec.shape[0] for parameter, spec in task.job.specs.items() if parameter.endswith("bias"))
@@ -125,7 +126,6 @@ def test_domains_words_are_the_means_of_what_ranks_exchange(name: str, rows: int
         assert mean(traffic.forward) == mean(traffic.backward) == pytest.approx(expected, rel=1e-12), layer.name
 
 
-CONFIGS = Path(__file__).parents[2] / "configs"
 GRIDS = [("grid.rows=1", 5, 2), ("grid.rows=2", 4, 2), ("grid.rows=2", 6, 4), ("grid.rows=4", 8, 2)]
 PLANS = ["plan.default=batch", "plan.default=model", "plan.default=domain", "plan={default: domain, '*fc*': model}"]
 AVERAGERS = [
@@ -169,12 +169,8 @@ def test_bytes_of_averagers_are_those_that_plan_show_tells(averager: str) -> Non
     assert_equal_bytes(task_of("{name: vgg11, width: 0.05}", 4, "grid.rows=2", "plan.default=model", averager), 2)
 
 
-CIFAR = Path(__file__).parents[2] / "configs" / "cifar10-resnet20.yaml"
-
-
 def prediction(nodes: Machine, *overrides: str, ranks: int = 4) -> Prediction:
-    config, _ = load(CIFAR, ["batch=16", "backend=numpy", *overrides])
-    task = prepare(config, ranks, (32, 32, 3), 10)
+    task = task_of("resnet20", ranks, "batch=16", *overrides)
     return predict(task.job, task.candidate, nodes, RateCosts(nodes))
 
 
@@ -184,11 +180,8 @@ def prediction(nodes: Machine, *overrides: str, ranks: int = 4) -> Prediction:
     "grid", [("grid.rows=1",), ("grid.rows=2", "plan.default=domain"), ("grid.rows=4", "plan.default=model")]
 )
 def test_a_step_takes_at_least_its_compute(averager: str, grid: tuple[str, ...]) -> None:
-    nodes = machine(2)
-    overrides = (*grid, f"averager={averager}")
-    predicted = prediction(nodes, *overrides)
-    config, _ = load(CIFAR, ["batch=16", "backend=numpy", *overrides])
-    task = prepare(config, 4, (32, 32, 3), 10)
+    nodes, task = machine(2), task_of("resnet20", 4, "batch=16", *grid, f"averager={averager}")
+    predicted = predict(task.job, task.candidate, nodes, RateCosts(nodes))
     program = step_program(task.job, task.candidate, nodes, RateCosts(nodes))
     compute = max(sum(one.seconds for one in ranks.tasks if isinstance(one, Compute)) for ranks in program.classes)
     assert predicted.step.seconds >= compute * (1 - 1e-9)

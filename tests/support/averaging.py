@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from hpctrain.averaging.averagers import make_averager
-from hpctrain.averaging.base import Agreement, AveragerSetup, GradientAverager, PlannedGroup, Strategy
+from hpctrain.averaging.base import Agreement, AveragerSetup, GradientAverager, PlannedGroup, Strategy, for_holders
 from hpctrain.averaging.collective_schedule import CollectiveSchedule, OperationKind
 from hpctrain.averaging.group_sums import JointNorms
 from hpctrain.averaging.slicing import layer_slices
@@ -29,6 +29,9 @@ from hpctrain.comm.progress import ProgressEngine
 from hpctrain.nn.parameter import FlatGroup, GroupLayout, Parameter, ParameterSpec, Segment
 from hpctrain.optim.base import NormsNeeded, Optimizer
 from hpctrain.optim.optimizers import Lars, Sgd
+
+#: parameters, and by name the state of each
+Saved = tuple[np.ndarray, dict[str, dict[str, np.ndarray]]]
 
 
 @dataclass(frozen=True)
@@ -261,6 +264,26 @@ def run_steps(averager: GradientAverager, steps: int, first: int = 0) -> Array:
         one_step(averager, step)
     averager.drain()
     return averager.group.data.copy()
+
+
+def saved(averager: GradientAverager) -> Saved:
+    """Copies of the parameters, and of the whole state of each. Collective."""
+    state = {
+        name: {key: np.array(values) for key, values in averager.full_state(parameter).items()}
+        for name, parameter in averager.group.parameters.items()
+    }
+    return averager.group.data.copy(), state
+
+
+def restore(averager: GradientAverager, stored: Saved) -> None:
+    """Load what `saved` has returned, on any number of ranks: gradients that are kept back go to the holders."""
+    data, states = stored
+    averager.group.data[...] = data
+    for name, parameter in averager.group.parameters.items():
+        state = dict(states[name])
+        if averager.pending in state:
+            state[averager.pending] = for_holders(state[averager.pending], averager.holders)
+        averager.load_state(parameter, state)
 
 
 def planned(

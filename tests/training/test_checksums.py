@@ -379,43 +379,42 @@ def _difference(*reports: RankReport, splits: int = 1) -> tuple[str, tuple[int, 
 
 
 @pytest.mark.parametrize(
-    ("reports", "ranks", "text"),
+    ("digests", "ranks", "text"),
     [
+        ([(1, 2, 3), (1, 2, 4), (1, 2, 3)], (11,), "rank 11 holds other bits of parameter fc.weight than ranks 10, 12"),
         (
-            [_report(1, 2, 3), _report(1, 2, 4), _report(1, 2, 3)],
+            [(1, 2, 3), (1, 4, 4), (1, 2, 3)],
             (11,),
-            "After step 9 rank 11 holds other bits of parameter fc.weight than ranks 10, 12",
+            "rank 11 holds other bits of the momentum of conv.weight (and 1 more) than ranks 10, 12",
         ),
         (
-            [_report(1, 2, 3), _report(1, 4, 4), _report(1, 2, 3)],
-            (11,),
-            "After step 9 rank 11 holds other bits of the momentum of conv.weight (and 1 more) than ranks 10, 12",
-        ),
-        (
-            [_report(1, 2, 3), _report(2, 2, 3), _report(1, 2, 3), _report(3, 2, 3), _report(1, 2, 3)],
+            [(1, 2, 3), (2, 2, 3), (1, 2, 3), (3, 2, 3), (1, 2, 3)],
             (11, 13),
-            "After step 9 ranks 11, 13 hold other bits of parameter conv.weight than ranks 10, 12, 14",
+            "ranks 11, 13 hold other bits of parameter conv.weight than ranks 10, 12, 14",
         ),
         (
-            [_report(1, 2, 3), _report(2, 2, 3)],
+            [(1, 2, 3), (2, 2, 3)],
             (10, 11),
-            "After step 9 rank 10 and rank 11 hold different bits of parameter conv.weight, and there is no majority",
+            "rank 10 and rank 11 hold different bits of parameter conv.weight, and there is no majority",
         ),
         (
-            [_report(1, 2, 3), _report(1, 2, 3), _report(2, 2, 3), _report(2, 2, 3)],
+            [(1, 2, 3), (1, 2, 3), (2, 2, 3), (2, 2, 3)],
             (10, 11, 12, 13),
-            "After step 9 ranks 10-11 and ranks 12-13 hold different bits of parameter conv.weight, and there is no majority",
-        ),
-        (
-            [_report(1, 2, 3), _report(1, 2, 4), _report(1, 2, 3, found=("the momentum of fc.weight", "parameter fc.weight"))],
-            (12,),
-            "On rank 12 the momentum of fc.weight (and 1 more) changed between two updates, although nothing "
-            "wrote to it (detected after step 9): the memory of this rank is damaged",
+            "ranks 10-11 and ranks 12-13 hold different bits of parameter conv.weight, and there is no majority",
         ),
     ],
 )
-def test_what_is_said(reports: list[RankReport], ranks: tuple[int, ...], text: str) -> None:
-    assert _difference(*reports) == (text, ranks)
+def test_what_is_said(digests: list[tuple[int, ...]], ranks: tuple[int, ...], text: str) -> None:
+    assert _difference(*(_report(*of_rank) for of_rank in digests)) == (f"After step 9 {text}", ranks)
+
+
+def test_a_rank_that_finds_changes_of_its_own_is_named_alone() -> None:
+    found = _report(1, 2, 3, found=("the momentum of fc.weight", "parameter fc.weight"))
+    text, ranks = _difference(_report(1, 2, 3), _report(1, 2, 4), found)
+    assert ranks == (12,)
+    assert text.startswith(
+        "On rank 12 the momentum of fc.weight (and 1 more) changed between two updates, although nothing wrote"
+    )
 
 
 @pytest.mark.parametrize(("owned", "ranks"), [((True, False), (11,)), ((False, True), (10,)), ((True, True), (10, 11))])

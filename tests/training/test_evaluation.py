@@ -46,10 +46,16 @@ from tests.support.training import Task, batches, made_up, replica_of
 TASK = Task(nets.residual, NumpyKernelSet(), partial(Sgd), smoothing=0.0)
 
 
-def _scores(images: np.ndarray, network: Network) -> np.ndarray:
-    program = network.program(len(images), training=False)
-    program.x[...] = images
-    return np.array(program.forward(StepContext(training=False)))
+def _mean_chances(*arrays: np.ndarray) -> np.ndarray:
+    """The mean over arrays of images of the probabilities, (samples, classes), on one rank."""
+    network = Network(TASK.model(), TASK.image_shape, TASK.kernels, dtype=TASK.dtype, seed=TASK.seed)
+    program, chances = network.program(len(arrays[0]), training=False), []
+    with np.errstate(invalid="ignore"):
+        for images in arrays:
+            program.x[...] = images
+            exponentials = np.exp(program.forward(StepContext(training=False)))
+            chances.append(exponentials / exponentials.sum(axis=1, keepdims=True))
+    return np.mean(chances, axis=0)
 
 
 @pytest.mark.parametrize("flip", [False, True])
@@ -76,12 +82,7 @@ def test_confusions_are_exact_and_mirror_images_count_half_on_any_grid(plan: Par
         sums = replica.evaluate(loader, mirrored=mirrored, confusion=counts)
         return sums, counts.summed(replica.groups.all_ranks, replica.progress)
 
-    network = Network(TASK.model(), TASK.image_shape, TASK.kernels, dtype=TASK.dtype, seed=TASK.seed)
-    chances = [np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True) for logits in (_scores(images, network),)]
-    if flip:
-        logits = _scores(mirrors, network)
-        chances.append(np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True))
-    means = np.mean(chances, axis=0)
+    means = _mean_chances(images, *[mirrors] * flip)
     expected = np.zeros((TASK.classes, TASK.classes), np.int64)
     np.add.at(expected, (labels, means.argmax(axis=1)), 1)
     for sums, matrix in run_virtual(plan.rows * plan.cols, evaluate):
@@ -169,7 +170,6 @@ def test_no_sample_is_an_empty_matrix() -> None:
     assert [score.samples for score in _summed(counts).scores()] == [0, 0, 0]
 
 
-PREDICTED = Task(nets.residual, NumpyKernelSet(), partial(Sgd))
 TOP = 3
 
 
@@ -180,29 +180,20 @@ TOP = 3
     ids=str,
 )
 def test_any_grid_predicts_what_one_rank_does(plan: ParallelPlan, batch: int, flip: bool) -> None:
-    images, labels, _ = made_up(PREDICTED)
+    images, labels, _ = made_up(TASK)
     images[7] = np.nan
     mirrors = np.ascontiguousarray(images[:, :, ::-1])
 
     def run(comm: ThreadCommunicator) -> list[TopClasses]:
         engine = virtual_engine(comm)
-        replica = replica_of(replace(PREDICTED, plan=plan), comm, engine, Blocking)
+        replica = replica_of(replace(TASK, plan=plan), comm, engine, Blocking)
         sampler = Sampler(len(images), batch, shuffle=False)
         loader, mirrored = (ArrayLoader(array, labels, sampler, **replica.place) for array in (images, mirrors))
         with np.errstate(invalid="ignore"):
             found = predict(replica.network, loader, replica.groups.all_ranks, engine, TOP, mirrored=mirrored if flip else None)
             return list(found)
 
-    network = Network(
-        PREDICTED.model(),
-        PREDICTED.image_shape,
-        PREDICTED.kernels,
-        dtype=PREDICTED.dtype,
-        seed=PREDICTED.seed,
-    )
-    with np.errstate(invalid="ignore"):
-        chances = [np.exp(log_softmax(_scores(array, network))) for array in ((images, mirrors) if flip else (images,))]
-    means = np.mean(chances, axis=0)
+    means = _mean_chances(images, *[mirrors] * flip)
     order = np.argsort(-means, axis=1, kind="stable")[:, :TOP]
     finite = np.arange(len(images)) != 7
     for found in run_virtual(plan.rows * plan.cols, run):
@@ -216,10 +207,10 @@ def test_any_grid_predicts_what_one_rank_does(plan: ParallelPlan, batch: int, fl
 
 
 def test_of_equal_classes_the_first_comes_first() -> None:
-    network = Network(PREDICTED.model(), PREDICTED.image_shape, PREDICTED.kernels, dtype=PREDICTED.dtype)
+    network = Network(TASK.model(), TASK.image_shape, TASK.kernels, dtype=TASK.dtype)
     for group in network.groups.values():
         group.data[...] = 0
-    images, labels, _ = made_up(PREDICTED)
+    images, labels, _ = made_up(TASK)
     loader = ArrayLoader(images, labels, Sampler(len(images), 50, shuffle=False))
     ((found,),) = run_virtual(1, lambda comm: list(predict(network, loader, comm, virtual_engine(comm), 5)))
     assert (found.labels == np.arange(5)).all()
@@ -317,13 +308,8 @@ def test_an_evaluation_is_one_of_the_weights_and_one_of_their_average(
 ) -> None:
     content, means = trained
 
-    def evaluated(comm: ThreadCommunicator, *, averaged: bool) -> dict[str, float]:
-        replica = replica_of(Task(**{**vars(AVERAGED), "ema": None}), comm, _engine(comm), Blocking)
-        replica.load_weights(content, averaged=averaged)
-        return replica.evaluate(_loader(replica, comm.size)).means()
-
     for averaged, prefix in ((False, ""), (True, "ema_")):
-        alone = run_virtual(1, partial(evaluated, averaged=averaged))[0]
+        alone = run_virtual(1, partial(_evaluated, content=content, averaged=averaged))[0]
         assert alone == pytest.approx({name: means[f"{prefix}{name}"] for name in ("loss", "top1", "top5")}, rel=1e-12)
     assert means["loss"] != means["ema_loss"]
 
@@ -342,7 +328,7 @@ def test_a_run_that_begins_to_average_begins_with_its_weights(trained: tuple[Che
 
 def test_a_run_may_drop_its_average(trained: tuple[CheckpointContent, dict[str, float]]) -> None:
     content, _ = trained
-    replica = _alone(Task(**{**vars(AVERAGED), "ema": None}))
+    replica = _alone(replace(AVERAGED, ema=None))
     replica.load(content)
     state = replica.state(Position(), {})
     assert not [name for name in state.tensors if "ema" in name or "averaged" in name]
@@ -388,13 +374,13 @@ def test_what_is_frozen_has_no_average_and_is_its_own(ranks: int) -> None:
     reader.load_weights(content, averaged=True)
     for name, parameter in reader.network.parameters.items():
         assert np.array_equal(parameter.data, content.tensors.get(f"optimizer/ema/{name}", content.tensors[f"parameters/{name}"]))
-    found = run_virtual(1, partial(_evaluated_with_averages, content=content))[0]
+    found = run_virtual(1, partial(_evaluated, content=content, averaged=True))[0]
     assert found == pytest.approx({name: means[f"ema_{name}"] for name in ("loss", "top1", "top5")}, rel=1e-12)
 
 
-def _evaluated_with_averages(comm: ThreadCommunicator, content: CheckpointContent) -> dict[str, float]:
+def _evaluated(comm: ThreadCommunicator, content: CheckpointContent, averaged: bool) -> dict[str, float]:
     replica = replica_of(replace(AVERAGED, ema=None), comm, _engine(comm), Blocking)
-    replica.load_weights(content, averaged=True)
+    replica.load_weights(content, averaged=averaged)
     return replica.evaluate(_loader(replica, comm.size)).means()
 
 

@@ -96,6 +96,26 @@ class _Loader(ArrayLoader):
                 yield self._before(number, batch)
 
 
+def trainer_of(
+    task: Task,
+    replica: Replica,
+    before: Callable[[int, Batch], Batch],
+    save: Callable[[Position], None],
+    cadence: Cadence,
+    reporter: Reporter | None = None,
+) -> Trainer:
+    """A trainer of epochs of 5 steps; each batch is what `before` makes of it."""
+    return Trainer(
+        replica=replica,
+        loader=_Loader(task, replica, before),
+        evaluation_loader=None,
+        schedule=Constant(base_lr=task.lr, epochs=cadence.epochs, steps_per_epoch=5),
+        cadence=cadence,
+        reporter=reporter or Reporter(),
+        save=save,
+    )
+
+
 def _train(comm: ThreadCommunicator, task: Task, strategy: str, poison: Poison, checkpoints: int) -> Run:
     kind, options = ALL[strategy]
     replica = replica_of(task, comm, virtual_engine(comm), kind, **options)
@@ -126,17 +146,9 @@ def _train(comm: ThreadCommunicator, task: Task, strategy: str, poison: Poison, 
         tensors = replica.state(position, {}).tensors
         run.kept_poison += [name for name, value in tensors.items() if not np.isfinite(value).all()]
 
-    trainer = Trainer(
-        replica=replica,
-        loader=_Loader(task, replica, before),
-        evaluation_loader=None,
-        schedule=Constant(base_lr=task.lr, epochs=2, steps_per_epoch=5),
-        cadence=Cadence(epochs=2, checkpoint_epochs=1, checkpoint_steps=checkpoints),
-        reporter=Reporter(),
-        save=save,
-    )
+    cadence = Cadence(epochs=2, checkpoint_epochs=1, checkpoint_steps=checkpoints)
     try:
-        trainer.run(Position())
+        trainer_of(task, replica, before, save, cadence).run(Position())
     except DivergedError as error:
         run.error, run.ranks = str(error), error.ranks
     return run
@@ -248,15 +260,11 @@ def test_one_number_that_is_not_finite_is_seen(numbers: list[float], bad: float,
 
 
 SKIPPING: dict[str, tuple[type[Strategy], dict[str, Any]]] = {
-    "blocking": (Blocking, {}),
-    **STRATEGIES,
+    **ALL,
     "sparse": (Sparse, {**STRATEGIES["sparse, all of it"][1], "density": 0.1}),
     "sparse, momentum": (Sparse, {**STRATEGIES["sparse, all of it"][1], "density": 0.1, "momentum_correction": 0.9}),
     "lazy": (Lazy, {"layers": 3, "max_interval": 4, "check_every": 1, "bucket_bytes": 100}),
-    "sharded, 16 bits": (
-        STRATEGIES["sharded"][0],
-        {**STRATEGIES["sharded"][1], "wire": "bfloat16", "wire_parameters": "bfloat16"},
-    ),
+    "sharded, 16 bits": (ALL["sharded"][0], {**ALL["sharded"][1], "wire": "bfloat16", "wire_parameters": "bfloat16"}),
 }
 
 TASK = Task(nets.plain, NumpyKernelSet(), partial(Sgd, momentum=0.9), samples=37, batch=8, steps=10)
@@ -341,15 +349,8 @@ def _train_case(comm: ThreadCommunicator, case: Case) -> Kept:
     def save(position: Position) -> None:
         kept.content = replica.state(position, {})
 
-    trainer = Trainer(
-        replica=replica,
-        loader=_Loader(task, replica, before),
-        evaluation_loader=None,
-        schedule=Constant(base_lr=task.lr, epochs=2, steps_per_epoch=5),
-        cadence=Cadence(epochs=2, checkpoint_epochs=1, steps=case.steps, most_skips=case.most),
-        reporter=kept,
-        save=save,
-    )
+    cadence = Cadence(epochs=2, checkpoint_epochs=1, steps=case.steps, most_skips=case.most)
+    trainer = trainer_of(task, replica, before, save, cadence, kept)
     position = Position() if case.content is None else replica.load(case.content)
     try:
         trainer.run(position)

@@ -45,14 +45,8 @@ def _run(
 ) -> None:
     """Three steps of the first of two epochs of 20 samples; a clock that goes on by a second at each look."""
     seconds = count()
-    reporter = ConsoleReporter(
-        directory,
-        interval_seconds=interval_seconds,
-        console=console,
-        others=others,
-        style=style,
-        clock=lambda: float(next(seconds)),
-    )
+    options = {"interval_seconds": interval_seconds, "console": console, "others": others, "style": style}
+    reporter = ConsoleReporter(directory, clock=lambda: float(next(seconds)), **options)
     reporter.start(2, 20, 0, 40)
     for step in range(1, 4):
         reporter.step(1, step, RunningSums(loss=5.0 * step, top1=2 * step, top5=3 * step, count=4 * step), 0.1, 1234.0)
@@ -96,8 +90,7 @@ def test_a_terminals_bar_fits_its_width(directory: RunDirectory, width: int, epo
     for images in (40, 50):
         reporter.step(epochs, 5, RunningSums(loss * images, images // 2, 30, images), 0.0123456, rate)
     reporter.close()
-    frames = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", output.getvalue()).replace("\r", "\n").split("\n")
-    last = [frame for frame in frames if frame.strip()][-1]
+    last = _frames(output)[-1]
     assert len(last) <= width
     assert "…" not in last
     assert last.startswith(f"epoch {epochs}/{epochs} ━")
@@ -150,21 +143,9 @@ class Written(Reporter):
 def test_other_reporters_receive_the_same_and_are_closed_once(directory: RunDirectory) -> None:
     others = [Written(), Written()]
     _run(directory, Console(file=io.StringIO()), interval_seconds=1e9, others=others, style="none")
-    assert (
-        others[0].calls
-        == others[1].calls
-        == [
-            ("start", 2),
-            ("record", "interval", 1),
-            ("step", 1, 4, 0.1),
-            ("step", 2, 8, 0.1),
-            ("step", 3, 12, 0.1),
-            ("record", "interval", 3),
-            ("flush",),
-            ("record", "epoch", 3),
-            ("close",),
-        ]
-    )
+    steps = [("step", 1, 4, 0.1), ("step", 2, 8, 0.1), ("step", 3, 12, 0.1)]
+    end = [("record", "interval", 3), ("flush",), ("record", "epoch", 3), ("close",)]
+    assert others[0].calls == others[1].calls == [("start", 2), ("record", "interval", 1), *steps, *end]
     recorded = [(line["kind"], line["step"]) for line in directory.metrics() if line["kind"] != "start"]
     assert recorded == [call[1:] for call in others[0].calls if call[0] == "record"]
     silent, said = Reporter(), Written()
@@ -215,8 +196,7 @@ def test_a_pass_that_fails_returns_the_line() -> None:
 
 
 @pytest.mark.parametrize("style", ["bar", "lines", "none"])
-def test_an_evaluation_is_in_the_bar_and_in_no_line(tmp_path, style: ProgressStyle) -> None:
-    directory = RunDirectory.create(tmp_path, "run", config="a: 1\n", versions={}, git={})
+def test_an_evaluation_is_in_the_bar_and_in_no_line(directory: RunDirectory, style: ProgressStyle) -> None:
     output, console = _terminal(80)
     reporter = ConsoleReporter(directory, console=console, style=style)
     reporter.start(2, 20, 0, 40)

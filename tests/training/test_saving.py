@@ -17,29 +17,15 @@ from hpctrain.comm.base import Communicator, SingleCommunicator
 from hpctrain.core.errors import CheckpointError, CheckpointRemovedError
 from hpctrain.flight.recorder import FlightNotes
 from hpctrain.storage.atomic_write import not_written
-from hpctrain.training.metrics import Reporter
 from hpctrain.training.saving import BackgroundWriter, Saver, Writing, shards
 from hpctrain_testing.virtual.communicator import ThreadCommunicator
 from hpctrain_testing.virtual.run import run_virtual
+from tests.support.recorded import Heard
 
 RANKS = 3
 
 
-class RecordingReporter(Reporter):
-    """Keep all lines and records."""
-
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-        self.records: list[tuple[str, Any]] = []
-
-    def say(self, text: str) -> None:
-        self.lines.append(text)
-
-    def record(self, kind: str, values: Any) -> None:
-        self.records.append((kind, values))
-
-
-def saver_of(comm: Communicator, reporter: RecordingReporter, *, asynchronous: bool = True, deadline: float = 60.0) -> Saver:
+def saver_of(comm: Communicator, reporter: Heard, *, asynchronous: bool = True, deadline: float = 60.0) -> Saver:
     return Saver(comm, FlightNotes(None), reporter, asynchronous=asynchronous, deadline_seconds=deadline)
 
 
@@ -59,8 +45,8 @@ def steps_until(comm: ThreadCommunicator, saver: Saver, done: Callable[[], bool]
         step(comm, saver)
 
 
-def on_each(work: Callable[[ThreadCommunicator, RecordingReporter], Any]) -> list[Any]:
-    return run_virtual(RANKS, lambda comm: work(comm, RecordingReporter()), deadline_seconds=60)
+def on_each(work: Callable[[ThreadCommunicator, Heard], Any]) -> list[Any]:
+    return run_virtual(RANKS, lambda comm: work(comm, Heard()), deadline_seconds=60)
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
@@ -69,7 +55,7 @@ def test_a_checkpoint_is_published_once_every_rank_has_written_its_part(asynchro
     if not asynchronous:
         go.set()
 
-    def work(comm: ThreadCommunicator, reporter: RecordingReporter) -> int:
+    def work(comm: ThreadCommunicator, reporter: Heard) -> int:
         saver = saver_of(comm, reporter, asynchronous=asynchronous)
         own = (lambda: go.wait(30) and comm.rank) if comm.rank == 1 else (lambda: comm.rank)
         assert saver.ready(5)
@@ -91,7 +77,7 @@ def test_a_checkpoint_is_published_once_every_rank_has_written_its_part(asynchro
 
 def test_copies_of_tensors_are_let_go_as_soon_as_they_are_written() -> None:
     """They are as large as the parameters with their optimizer's state."""
-    saver = saver_of(SingleCommunicator(), RecordingReporter())
+    saver = saver_of(SingleCommunicator(), Heard())
     copies = np.zeros(3)
     alive = weakref.ref(copies)
     assert saver.ready(5)
@@ -115,7 +101,7 @@ def test_one_whose_parts_are_written_at_once_is_not_given_up(monkeypatch: pytest
 
     monkeypatch.setattr(BackgroundWriter, "start", start_and_end)
 
-    def work(comm: ThreadCommunicator, reporter: RecordingReporter) -> list[str]:
+    def work(comm: ThreadCommunicator, reporter: Heard) -> list[str]:
         saver = saver_of(comm, reporter)
         for number in (5, 6):
             assert saver.ready(number)
@@ -135,7 +121,7 @@ def test_a_failure_is_reported_once_on_all_ranks_and_tried_again() -> None:
         if len(tries) < 3:
             raise CheckpointError("There is no room.")
 
-    def work(comm: ThreadCommunicator, reporter: RecordingReporter) -> list[str]:
+    def work(comm: ThreadCommunicator, reporter: Heard) -> list[str]:
         saver = saver_of(comm, reporter)
         saver.ready(5)
         saver.begin(Writing(5, Path("c"), full if comm.rank == 2 else None))
@@ -156,7 +142,7 @@ def test_the_next_one_takes_the_place_of_one_that_cannot_be_written() -> None:
     def refuse() -> None:
         raise CheckpointError("There is no room.")
 
-    def work(comm: ThreadCommunicator, reporter: RecordingReporter) -> list[str]:
+    def work(comm: ThreadCommunicator, reporter: Heard) -> list[str]:
         saver, is_root = saver_of(comm, reporter), comm.rank == 0
         saver.ready(5)
         saver.begin(Writing(5, Path("c"), refuse if is_root else None))
@@ -177,7 +163,7 @@ def test_the_end_of_a_run_without_its_last_checkpoint_is_an_error_on_all_ranks()
         tries.append(1)
         raise CheckpointError("There is no room.")
 
-    def work(comm: ThreadCommunicator, reporter: RecordingReporter) -> str:
+    def work(comm: ThreadCommunicator, reporter: Heard) -> str:
         saver = saver_of(comm, reporter)
         saver.ready(5)
         saver.begin(Writing(5, Path("c"), refuse if comm.rank == 1 else None))
@@ -192,7 +178,7 @@ def test_the_end_of_a_run_without_its_last_checkpoint_is_an_error_on_all_ranks()
 def test_a_disk_that_hangs_is_reported_once_leaves_checkpoints_out_and_is_given_up_at_the_end() -> None:
     release = threading.Event()
 
-    def work(comm: ThreadCommunicator, reporter: RecordingReporter) -> list[str]:
+    def work(comm: ThreadCommunicator, reporter: Heard) -> list[str]:
         saver = saver_of(comm, reporter, deadline=0.3)
         saver.ready(5)
         saver.begin(Writing(5, Path("c"), (lambda: release.wait(60)) if comm.rank == 1 else None))
@@ -216,7 +202,7 @@ def test_a_disk_that_hangs_is_reported_once_leaves_checkpoints_out_and_is_given_
 def test_a_last_checkpoint_that_was_left_out_is_an_error_too() -> None:
     release = threading.Event()
 
-    def work(comm: ThreadCommunicator, reporter: RecordingReporter) -> None:
+    def work(comm: ThreadCommunicator, reporter: Heard) -> None:
         saver = saver_of(comm, reporter, deadline=0.2)
         saver.ready(5)
         saver.begin(Writing(5, Path("c"), (lambda: release.wait(60)) if comm.rank == 0 else None))
@@ -230,14 +216,14 @@ def test_a_last_checkpoint_that_was_left_out_is_an_error_too() -> None:
 
 
 def test_an_error_that_is_a_bug_is_raised_in_the_program() -> None:
-    def work(comm: ThreadCommunicator, reporter: RecordingReporter) -> None:
+    def work(comm: ThreadCommunicator, reporter: Heard) -> None:
         saver = saver_of(comm, reporter)
         saver.ready(5)
         saver.begin(Writing(5, Path("c"), lambda: 1 // 0))
         with pytest.raises(ZeroDivisionError):
             steps_until(comm, saver, lambda: False)
 
-    run_virtual(1, lambda comm: work(comm, RecordingReporter()))
+    run_virtual(1, lambda comm: work(comm, Heard()))
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
@@ -245,7 +231,7 @@ def test_an_error_that_is_a_bug_is_raised_in_the_program() -> None:
 def test_files_that_another_process_removes_end_no_run(asynchronous: bool, times: int) -> None:
     """The checkpoint is tried again. If it still fails, it is reported and left out, and the next one is written."""
 
-    def work(comm: ThreadCommunicator, reporter: RecordingReporter) -> list[str]:
+    def work(comm: ThreadCommunicator, reporter: Heard) -> list[str]:
         saver, failures = saver_of(comm, reporter, asynchronous=asynchronous, deadline=1.0), iter(range(times))
 
         def own() -> int:
@@ -275,7 +261,7 @@ def test_a_checkpoint_that_is_given_up_leaves_no_shards(tmp_path: Path, asynchro
     """A full disk would otherwise stay full: shards that were written are useless without the one that failed."""
     full = [True] * RANKS
 
-    def work(comm: ThreadCommunicator, reporter: RecordingReporter) -> None:
+    def work(comm: ThreadCommunicator, reporter: Heard) -> None:
         saver = saver_of(comm, reporter, asynchronous=asynchronous)
 
         def prepare() -> None:

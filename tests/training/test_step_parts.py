@@ -334,17 +334,10 @@ def test_the_checkpoint_is_written_before_the_limit(step: float, checkpoint: flo
     assert end > 1000.0 - 3 * step - 2 * checkpoint - 10 - 60
 
 
-def test_without_a_limit_nothing_is_asked() -> None:
-    limit = TimeLimit(math.inf)
-    assert not limit.finite
-    assert not limit.over()
-    assert not limit.asked
-
-
-def test_a_limit_that_is_past_asks_at_once() -> None:
-    limit = TimeLimit(-5.0, _Clock())
-    assert limit.over()
-    assert limit.asked
+@pytest.mark.parametrize(("seconds", "asks"), [(math.inf, False), (-5.0, True)])
+def test_a_limit_that_is_past_asks_at_once_and_none_never(seconds: float, asks: bool) -> None:
+    limit = TimeLimit(seconds, _Clock())
+    assert (limit.finite, limit.over(), limit.asked) == (asks, asks, asks)
 
 
 def test_an_evaluation_that_does_not_fit_any_more_is_left_to_the_next_run() -> None:
@@ -448,7 +441,7 @@ def test_early_stop_says_why(rule: EarlyStop, state: Stagnation, sentence: str) 
 
 
 class LimitedKernelSet(NumpyKernelSet):
-    """Has so much memory left."""
+    """Has a number of bytes left."""
 
     def __init__(self, free: int) -> None:
         super().__init__()

@@ -22,12 +22,10 @@ from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
 from hpctrain.core.errors import CorruptedStateError, DivergedError
 from hpctrain.nn.network import MODEL
 from hpctrain.optim.optimizers import Lars, Sgd
-from hpctrain.optim.schedules import Constant
 from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
-from hpctrain.training.metrics import Reporter
 from hpctrain.training.replica import Replica
 from hpctrain.training.snapshot import Position
-from hpctrain.training.trainer import Cadence, Trainer
+from hpctrain.training.trainer import Cadence
 from hpctrain.training.weight_watch import CheckCadence
 from hpctrain_testing.emulator.device import EmulatedDevice
 from hpctrain_testing.faults import FAULTS, Fault, findings, is_named, prepare, run_fault
@@ -38,7 +36,7 @@ from tests.support.averaging import STRATEGIES
 from tests.support.damage import _copies, drawn, latest, outcome, undamaged
 from tests.support.emulated import EmulatedDeviceFactory, kernels_on
 from tests.support.training import Task, batches, replica_of, train
-from tests.training.test_not_finite import _Loader
+from tests.training.test_not_finite import trainer_of
 
 ALL_STRATEGIES: dict[str, tuple[type[Strategy], dict[str, Any]]] = {
     "blocking": (Blocking, {}),
@@ -72,15 +70,28 @@ def _flip(values: np.ndarray) -> None:
     values.reshape(-1).view(np.uint64)[:1] ^= np.uint64(1 << 30)
 
 
+def _flip_in(replica: Replica, name: str, array: Any) -> None:
+    """One bit of the first element, of few consequences, wherever the array lies."""
+    arithmetic, place = _averager_of(replica, name).group.arithmetic, array.reshape(-1)[:1]
+    bits = np.array(arithmetic.to_host(place))
+    bits.view(np.uint8)[2] ^= np.uint8(8)
+    arithmetic.from_host(place, bits)
+
+
+def _averager_of(replica: Replica, name: str) -> GradientAverager:
+    return next(averager for averager in replica.averagers.values() if name in averager.group.parameters)
+
+
 def _parameter(replica: Replica, name: str = "conv2.weight") -> None:
-    _flip(replica.network.parameters[name].data)
+    _flip_in(replica, name, replica.network.parameters[name].data)
 
 
 def _state(replica: Replica, name: str = "conv2.weight") -> None:
     """The momentum of a parameter, as far as this rank holds it."""
-    averager = next(averager for averager in replica.averagers.values() if name in averager.group.parameters)
-    segment = next(segment for segment in averager.owned() if segment.parameter == name and segment.size)
-    _flip(averager.optimizer.state(segment)["momentum"])
+    averager = _averager_of(replica, name)
+    owned = [segment for segment in averager.owned() if segment.parameter == name and segment.size]
+    for segment in owned[:1]:
+        _flip_in(replica, name, averager.optimizer.state(segment)["momentum"])
 
 
 def _statistic(replica: Replica) -> None:
@@ -282,7 +293,7 @@ def test_schedules_are_compared_before_the_first_step() -> None:
 def test_nothing_is_kept_that_was_damaged(strategy: str, flip: Flip) -> None:
     """Even where the checks of steps have not come to it: all is compared before a checkpoint, which is what to resume from."""
     kind, options = ALL_STRATEGIES[strategy]
-    task = replace(TASK, checks=CheckCadence(1000), samples=40)
+    task = replace(TASK, checks=CheckCadence(1000), samples=40, lr=0.01)
 
     def program(comm: ThreadCommunicator) -> tuple[str, list[int]]:
         replica, kept = replica_of(task, comm, virtual_engine(comm), kind, **options), list[int]()
@@ -293,15 +304,8 @@ def test_nothing_is_kept_that_was_damaged(strategy: str, flip: Flip) -> None:
                 flip(replica)
             return batch
 
-        trainer = Trainer(
-            replica=replica,
-            loader=_Loader(task, replica, before),
-            evaluation_loader=None,
-            schedule=Constant(base_lr=0.01, epochs=1, steps_per_epoch=5),
-            cadence=Cadence(epochs=1, checkpoint_steps=1),
-            reporter=Reporter(),
-            save=lambda position: kept.append(position.global_step),
-        )
+        cadence = Cadence(epochs=1, checkpoint_steps=1)
+        trainer = trainer_of(task, replica, before, lambda position: kept.append(position.global_step), cadence)
         with pytest.raises(CorruptedStateError) as error:
             trainer.run(Position())
         return str(error.value), kept
@@ -345,37 +349,14 @@ def _task(device: EmulatedDevice, checks: CheckCadence, precision: Precision = "
     return replace(task, **changes)
 
 
-def _averager_of(replica: Replica, name: str) -> GradientAverager:
-    return next(averager for averager in replica.averagers.values() if name in averager.group.parameters)
-
-
-def _device_flip(replica: Replica, name: str, array: Any) -> None:
-    """One bit of the first element, of few consequences."""
-    arithmetic, place = _averager_of(replica, name).group.arithmetic, array.reshape(-1)[:1]
-    bits = arithmetic.to_host(place).copy()
-    bits.view(np.uint8)[2] ^= np.uint8(8)
-    arithmetic.from_host(place, bits)
-
-
-def _device_parameter(replica: Replica) -> None:
-    _device_flip(replica, "conv2.weight", replica.network.parameters["conv2.weight"].data)
-
-
-def _device_state(replica: Replica) -> None:
-    averager = _averager_of(replica, "conv2.weight")
-    owned = [segment for segment in averager.owned() if segment.parameter == "conv2.weight" and segment.size]
-    for segment in owned[:1]:
-        _device_flip(replica, "conv2.weight", averager.optimizer.state(segment)["momentum"])
-
-
 @pytest.mark.slow
 @pytest.mark.sample(2)
-@pytest.mark.parametrize("flip", [_device_parameter, _device_state])
+@pytest.mark.parametrize("flip", [_parameter, _state])
 @pytest.mark.parametrize("strategy", DEVICE_STRATEGIES)
 def test_a_flipped_bit_is_found_and_named(strategy: str, flip: Flip, emulated_device: EmulatedDeviceFactory) -> None:
     """Of three ranks, the others or the rank itself find it at the next comparison."""
     precision: Precision = "bfloat16" if strategy in ("overlap", "lazy") else "float64"
-    ranks = (1,) if flip is _device_parameter or strategy in ("blocking", "overlap") else (0, 1, 2)
+    ranks = (1,) if flip is _parameter or strategy in ("blocking", "overlap") else (0, 1, 2)
 
     def program(comm: ThreadCommunicator) -> Run:
         task = _task(emulated_device(comm.rank), EVERY_STEP, precision, steps=9)
@@ -383,7 +364,7 @@ def test_a_flipped_bit_is_found_and_named(strategy: str, flip: Flip, emulated_de
 
     runs = run_virtual(3, program, deadline_seconds=300)
     assert all(run == runs[0] for run in runs)
-    what = "parameter conv2.weight" if flip is _device_parameter else "the momentum of conv2.weight"
+    what = "parameter conv2.weight" if flip is _parameter else "the momentum of conv2.weight"
     by_others = f"rank 1 holds other bits of {what} than ranks 0, 2;" in runs[0].error
     by_itself = f"{what} changed between two updates" in runs[0].error
     assert by_others or by_itself, runs[0]

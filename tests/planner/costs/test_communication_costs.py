@@ -44,18 +44,8 @@ KINDS: tuple[Kind, ...] = (*OperationKind, "exchange", "merge", "message")
 
 def machine(ranks_per_node: int = 1, ranks_per_card: int = 1, within: Link | None = None, between: Link | None = None) -> Machine:
     plain = Link((LinkSegment(0, ALPHA, BETA),))
-    return Machine(
-        "test",
-        64,
-        ranks_per_node,
-        1.0,
-        1 << 30,
-        within or plain,
-        between or plain,
-        ranks_per_card,
-        {},
-        sources={"all": "made up"},
-    )
+    links = within or plain, between or plain
+    return Machine("test", 64, ranks_per_node, 1.0, 1 << 30, *links, ranks_per_card, {}, sources={"all": "made up"})
 
 
 def wire_bytes(found: tuple[CollectiveStage, ...]) -> float:

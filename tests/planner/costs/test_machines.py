@@ -24,18 +24,8 @@ from hpctrain_testing.virtual.run import run_virtual, virtual_engine
 from tests.support.sampling import amount
 
 LINK = Link((LinkSegment(0, 2e-6, 4e-9), LinkSegment(8192, 10e-6, 1e-9)), operation_seconds=3e-6, byte_seconds=1e-10)
-MACHINE = Machine(
-    "test",
-    4,
-    8,
-    1.0,
-    1 << 30,
-    LINK,
-    LINK,
-    8,
-    {OperatorClass.CONVOLUTION: OperatorRate(2e10, 8e9, 5e-6)},
-    sources={"all": "made up"},
-)
+RATES = {OperatorClass.CONVOLUTION: OperatorRate(2e10, 8e9, 5e-6)}
+MACHINE = Machine("test", 4, 8, 1.0, 1 << 30, LINK, LINK, 8, RATES, sources={"all": "made up"})
 
 
 def message_seconds(link: Link, n_bytes: float) -> float:
@@ -145,17 +135,9 @@ def machines(draw: st.DrawFn, least_cores: float = 0.01) -> Machine:
     rates = draw(operator_rates())
     ranks = draw(st.integers(1, 200))
     cores = draw(st.floats(least_cores, 100))
+    name, *others = draw(st.tuples(st.sampled_from(["a", "null", "12"]), COUNTS, COUNTS, links(), links(), st.integers(1, ranks)))
     machine = Machine(
-        draw(st.sampled_from(["a", "null", "12"])),
-        draw(COUNTS),
-        ranks,
-        cores,
-        draw(COUNTS),
-        draw(links()),
-        draw(links()),
-        draw(st.integers(1, ranks)),
-        rates,
-        draw(st.sampled_from(["", "words: and more"])),
+        *(name, others[0], ranks, cores, *others[1:], rates, draw(st.sampled_from(["", "words: and more"]))),
         single_thread_rates=draw(operator_rates()) if least_cores >= 2 or (cores >= 2 and draw(st.booleans())) else {},
         node_bytes_per_second=draw(st.floats(1, 1e15) | st.just(math.inf)),
     )
@@ -210,17 +192,10 @@ def test_seconds_with_threads_are_monotone_through_both_points(one_thread: float
     assert max(rises) <= slack if full_threads <= one_thread else min(rises) >= -slack
 
 
-SHARED = Machine(
-    "shared",
-    4,
-    4,
-    8.0,
-    16 << 30,
-    LINK,
-    LINK,
-    2,
-    {OperatorClass.MEMORY: OperatorRate(8e10, 25e9, 2e-6)},
-    single_thread_rates={OperatorClass.MEMORY: OperatorRate(1e10, 12.5e9, 1e-6)},
+SHARED_RATES, SINGLE_RATES = ({OperatorClass.MEMORY: OperatorRate(*rate)} for rate in ((8e10, 25e9, 2e-6), (1e10, 12.5e9, 1e-6)))
+SHARED = replace(
+    Machine("shared", 4, 4, 8.0, 16 << 30, LINK, LINK, 2, SHARED_RATES),
+    single_thread_rates=SINGLE_RATES,
     node_bytes_per_second=2e11,
 )
 
@@ -528,15 +503,8 @@ def test_the_effect_of_threads_is_measured_if_all_ranks_use_several_cores_fully(
         def measure_threads(before: Callable[[], None]) -> tuple[Mapping[OperatorClass, OperatorRate], float]:
             return {kind: OperatorRate(5e9 - comm.rank, 5e8, 1e-7) for kind in OperatorClass}, 1e9 + comm.rank
 
-        return calibrate(
-            comm,
-            virtual_engine(comm),
-            facts,
-            _rates(comm.rank),
-            name="virtual",
-            when="2026-01-01",
-            measure_threads=measure_threads,
-        )
+        named = {"name": "virtual", "when": "2026-01-01"}
+        return calibrate(comm, virtual_engine(comm), facts, _rates(comm.rank), **named, measure_threads=measure_threads)
 
     machine = run_virtual(2, program, link=VIRTUAL_LINK, ranks_per_node=2)[0]
     assert bool(machine.single_thread_rates) is varied

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, replace
 from itertools import count
+from typing import Any
 
 import numpy as np
 import pytest
@@ -43,26 +44,21 @@ from hpctrain.trace.tracer import Category
 NETWORK = Network(catalogue.build("resnet20", {"width": 4}), (16, 16, 3), NumpyKernelSet())
 
 
-def _timed(use: Parallelism | None) -> TimedProgram:
-    ticks = count()
-    graph, shards, rows = NETWORK.graph(4), {}, 1
+def _timed(use: Parallelism | None, network: Network = NETWORK, **options: Any) -> TimedProgram:
+    """The program of a lone rank, or of the second of two that split layers by a use."""
+    graph, shards, rows = network.graph(4), {}, 1
     if use is not None:
         partitioned = partition_graph(graph, ParallelPlan(2, 1, default=use), (2, 2))
         graph, shards, rows = partitioned.local(1, FakeSplitGroup(1, 2)), partitioned.shards_of(1), 2
-    return TimedProgram(
-        graph,
-        NETWORK.kernels,
-        NETWORK.parameter_specs,
-        shards=shards,
-        mergers=fake_mergers(rows, 1),
-        clock=lambda: float(next(ticks)),
-    )
+    mergers = fake_mergers(rows, 1)
+    return TimedProgram(graph, network.kernels, network.parameter_specs, shards=shards, mergers=mergers, **options)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("use", [None, *Parallelism], ids=str)
 def test_all_laps_of_a_step_are_in_its_sum(use: Parallelism | None) -> None:
-    timed = _timed(use)
+    ticks = count()
+    timed = _timed(use, clock=lambda: float(next(ticks)))
     plan = timed.plan
     times = timed.measure(1)
     actions = [*plan.forward, *plan.backward]
@@ -85,28 +81,14 @@ def test_steps_leave_everything_finite_and_the_weights_as_they_are() -> None:
 @pytest.mark.parametrize("use", Parallelism, ids=str)
 def test_dropout_has_an_id_for_every_sample_of_the_split_group(use: Parallelism) -> None:
     network = Network(catalogue.build("vgg11", {"width": 0.0625}), (32, 32, 3), NumpyKernelSet())
-    partitioned = partition_graph(network.graph(4), ParallelPlan(2, 1, default=use), (2, 2))
-    timed = TimedProgram(
-        partitioned.local(1, FakeSplitGroup(1, 2)),
-        network.kernels,
-        network.parameter_specs,
-        shards=partitioned.shards_of(1),
-        mergers=fake_mergers(2, 1),
-    )
+    timed = _timed(use, network)
     timed.measure(1)
     assert np.isfinite(timed._group.grad).all()
 
 
 @pytest.mark.slow
 def test_parameters_are_as_the_dtype_of_activations_has_them() -> None:
-    timed = TimedProgram(
-        Network(NETWORK.model, (16, 16, 3), NETWORK.kernels, dtype="float64").graph(2),
-        NETWORK.kernels,
-        NETWORK.parameter_specs,
-        shards={},
-        mergers=fake_mergers(1, 1),
-        dtype="float64",
-    )
+    timed = _timed(None, Network(NETWORK.model, (16, 16, 3), NETWORK.kernels, dtype="float64"), dtype="float64")
     timed.measure(1)
     assert timed._group.data.dtype == np.float64
 
@@ -142,17 +124,9 @@ def _job(batch: int = 6) -> Job:
     def no_strategy(*_: object) -> None:
         raise AssertionError("times need no averager")
 
-    return Job(
-        "small",
-        SMALL_NETWORK.graph,
-        SMALL_NETWORK.parameter_specs,
-        SMALL_NETWORK.kernels,
-        "float32",
-        (16, 16, 3),
-        batch,
-        False,
-        no_strategy,
-    )  # type: ignore[arg-type]
+    network = SMALL_NETWORK
+    of_network = (network.graph, network.parameter_specs, network.kernels, "float32", (16, 16, 3))
+    return Job("small", *of_network, batch, False, no_strategy)  # type: ignore[arg-type]
 
 
 def _candidate(rows: int, cols: int, use: Parallelism = Parallelism.BATCH, micro_batches: int = 1) -> Candidate:

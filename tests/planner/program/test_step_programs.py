@@ -52,7 +52,7 @@ from hpctrain.planner.simulation.tasks import (
 )
 from hpctrain.trace.tracer import HOOKS
 from hpctrain_testing.virtual.run import run_virtual, virtual_engine
-from tests.parallel.test_plan_reporter_random import draw_task
+from tests.parallel.test_plan_reporter import draw_task
 from tests.support import nets
 from tests.support.planned import Event, candidate_of, events_of, job_of, machine, observe
 from tests.support.sampling import amount
@@ -125,11 +125,8 @@ def test_arena_messages_and_parameters_are_the_reports(rows: int, cols: int, use
     assert report.memory is not None
     for alike, memory in memories(task):
         expected = report.memory[alike.first]
-        assert (memory.activations, memory.messages, memory.parameters) == (
-            expected.activations,
-            expected.messages,
-            expected.parameters,
-        )
+        for part in ("activations", "messages", "parameters"):
+            assert getattr(memory, part) == getattr(expected, part)
         assert memory.gradients == memory.parameters
 
 

@@ -139,6 +139,11 @@ def test_charged_work_is_taken_from_others() -> None:
     assert _work_ends(1, 2, (1.0, 1), charged=0.5) == pytest.approx([1.5])
 
 
+def _loop_and_lane() -> tuple[EventLoop, Lane]:
+    loop = EventLoop()
+    return loop, Lane(SharedResource(loop, 1.0))
+
+
 class _Message:
     """Moves in pieces, as soon as it is its turn. ends: of pieces, or of what was granted of them."""
 
@@ -169,8 +174,7 @@ class _Message:
 
 
 def test_first_come_first_sent() -> None:
-    loop = EventLoop()
-    lane = Lane(SharedResource(loop, 1.0))
+    loop, lane = _loop_and_lane()
     first, second = _Message(loop, lane, 1.0, 2.0), _Message(loop, lane, 0.5)
     lane.enter(first)
     lane.enter(second)
@@ -192,8 +196,7 @@ def test_lanes_share_what_they_send_through() -> None:
 
 
 def test_the_transport_takes_so_much_between_looks_of_all_messages_together() -> None:
-    loop = EventLoop()
-    lane = Lane(SharedResource(loop, 1.0))
+    loop, lane = _loop_and_lane()
     for message in (_Message(loop, lane, 1.0), _Message(loop, lane, 2.0)):
         lane.enter(message)
     allowed: list[float] = []
@@ -205,8 +208,7 @@ def test_the_transport_takes_so_much_between_looks_of_all_messages_together() ->
 
 
 def test_a_grant_can_be_withdrawn() -> None:
-    loop = EventLoop()
-    lane = Lane(SharedResource(loop, 1.0))
+    loop, lane = _loop_and_lane()
     message = _Message(loop, lane, 3.0)
     lane.enter(message)
     moved: list[float] = []
@@ -219,8 +221,7 @@ def test_a_grant_can_be_withdrawn() -> None:
 
 
 def test_shorter_messages_pass_a_long_one_after_what_is_on_its_way() -> None:
-    loop = EventLoop()
-    lane = Lane(SharedResource(loop, 1.0))
+    loop, lane = _loop_and_lane()
     long, *short = _Message(loop, lane, 10.0, yields=True), _Message(loop, lane, 1.0), _Message(loop, lane, 2.0)
     lane.enter(long)
     loop.at(2.0, lambda: lane.enter(short[0]))
@@ -231,8 +232,7 @@ def test_shorter_messages_pass_a_long_one_after_what_is_on_its_way() -> None:
 
 
 def test_a_long_message_passes_nothing_and_one_that_has_almost_moved_is_not_passed() -> None:
-    loop = EventLoop()
-    lane = Lane(SharedResource(loop, 1.0))
+    loop, lane = _loop_and_lane()
     first, second = _Message(loop, lane, 1.0, yields=True), _Message(loop, lane, 1.0, yields=True)
     short = _Message(loop, lane, 1.0)
     for message in (first, second):
@@ -242,22 +242,19 @@ def test_a_long_message_passes_nothing_and_one_that_has_almost_moved_is_not_pass
     assert (first.ends, short.ends, second.ends) == ([1.0], [2.0], [3.0])
 
 
-def _end(
-    seconds: float,
-    *,
-    latency: float = 0.0,
-    rounds: int = 1,
-    unattended: float | None = None,
-    polls: int = 0,
-    looks: tuple[float, ...] = (),
-    waits_from: float | None = None,
-) -> float | None:
-    """Return the end of a stage that takes `seconds` of the wire, or None if it does not end."""
+def _transfer(seconds: float, rounds: int = 1, **stage: Any) -> tuple[EventLoop, Attention, StageTransfer, list[float]]:
+    """A stage that takes `seconds` of the wire, attended to but not begun, and where its end is noted."""
     loop, ends, attention = EventLoop(), list[float](), Attention(lambda: None)
     lane = Lane(SharedResource(loop, 1.0))
-    stage = CollectiveStage(True, latency, seconds, 1.0, 0.0, rounds, unattended_bytes=unattended, polls=polls)
-    transfer = StageTransfer(loop, attention, stage, lane, 1.0, lambda: ends.append(loop.now))
+    of_wire = CollectiveStage(True, stage.pop("latency", 0.0), seconds, 1.0, stage.pop("cpu", 0.0), rounds, **stage)
+    transfer = StageTransfer(loop, attention, of_wire, lane, 1.0, lambda: ends.append(loop.now))
     attention.add(transfer, lane)
+    return loop, attention, transfer, ends
+
+
+def _end(seconds: float, *, looks: tuple[float, ...] = (), waits_from: float | None = None, **stage: Any) -> float | None:
+    """Return the end of a stage that takes `seconds` of the wire, or None if it does not end."""
+    loop, attention, transfer, ends = _transfer(seconds, **stage)
     for look in looks:
         loop.at(look, attention.poll)
     if waits_from is not None:
@@ -273,10 +270,10 @@ def _end(
         (2.0, {"latency": 0.5}, 2.5),  # the transport moves the message by itself
         (2.0, {"waits_from": 2.0}, 2.0),  # the wait begins as the last byte arrives
         # Nothing moves beyond the unattended bytes. The look at 1 comes while the message moves.
-        (2.0, {"unattended": 1.5}, None),
-        (2.0, {"unattended": 1.5, "looks": (5.0,)}, 5.5),
-        (2.0, {"unattended": 1.5, "looks": (1.0,)}, 2.0),
-        (2.0, {"unattended": 0.5, "looks": (1.0, 2.0, 3.0)}, 3.5),
+        (2.0, {"unattended_bytes": 1.5}, None),
+        (2.0, {"unattended_bytes": 1.5, "looks": (5.0,)}, 5.5),
+        (2.0, {"unattended_bytes": 1.5, "looks": (1.0,)}, 2.0),
+        (2.0, {"unattended_bytes": 0.5, "looks": (1.0, 2.0, 3.0)}, 3.5),
         # Each round begins at a look.
         (3.0, {"rounds": 3, "latency": 0.3}, None),
         (3.0, {"rounds": 3, "latency": 0.3, "looks": (2.0, 10.0)}, 11.1),
@@ -289,8 +286,8 @@ def _end(
         # During a wait, everything moves.
         (3.0, {"rounds": 3, "latency": 0.3, "waits_from": 0.0}, 3.3),
         (3.0, {"rounds": 3, "latency": 0.3, "waits_from": 5.0}, 7.2),
-        (2.0, {"unattended": 0.5, "waits_from": 4.0}, 5.5),
-        (2.0, {"unattended": 1.0, "waits_from": 0.5}, 2.0),
+        (2.0, {"unattended_bytes": 0.5, "waits_from": 4.0}, 5.5),
+        (2.0, {"unattended_bytes": 1.0, "waits_from": 0.5}, 2.0),
     ],
 )
 def test_a_message_moves_by_itself_at_looks_and_during_waits(seconds: float, keywords: dict[str, Any], end: float | None) -> None:
@@ -300,9 +297,9 @@ def test_a_message_moves_by_itself_at_looks_and_during_waits(seconds: float, key
 @pytest.mark.parametrize("rounds", [1, 2, 7])
 @pytest.mark.parametrize("unattended", [0.1, 1.0, None])
 def test_more_looks_never_make_it_later(rounds: int, unattended: float | None) -> None:
-    few = _end(2.0, rounds=rounds, unattended=unattended, looks=tuple(float(k) for k in range(1, 60)))
-    many = _end(2.0, rounds=rounds, unattended=unattended, looks=tuple(k / 4 for k in range(1, 240)))
-    waiting = _end(2.0, rounds=rounds, unattended=unattended, waits_from=0.0)
+    few = _end(2.0, rounds=rounds, unattended_bytes=unattended, looks=tuple(float(k) for k in range(1, 60)))
+    many = _end(2.0, rounds=rounds, unattended_bytes=unattended, looks=tuple(k / 4 for k in range(1, 240)))
+    waiting = _end(2.0, rounds=rounds, unattended_bytes=unattended, waits_from=0.0)
     assert few is not None
     assert many is not None
     assert waiting is not None
@@ -311,28 +308,18 @@ def test_more_looks_never_make_it_later(rounds: int, unattended: float | None) -
 
 
 def test_an_ended_wait_leaves_a_round_under_way() -> None:
-    loop, ends, attention = EventLoop(), list[float](), Attention(lambda: None)
-    lane = Lane(SharedResource(loop, 1.0))
-    transfer = StageTransfer(
-        loop, attention, CollectiveStage(True, 0.0, 4.0, 1.0, 0.0, 4), lane, 1.0, lambda: ends.append(loop.now)
-    )
-    attention.add(transfer, lane)
+    loop, attention, transfer, ends = _transfer(4.0, rounds=4)
     attention.begin_wait()
     transfer.begin()
-    loop.at(
-        2.5, attention.end_wait
-    )  # in the third of four rounds of a second, which ends at 3; the fourth begins at the next look
+    # In the third of four rounds of a second, which ends at 3; the fourth begins at the next look.
+    loop.at(2.5, attention.end_wait)
     loop.at(9.0, attention.poll)
     loop.run()
     assert ends == pytest.approx([10.0])
 
 
 def test_further_tests_of_a_poll_let_a_little_more_move() -> None:
-    loop, ends = EventLoop(), list[float]()
-    attention, lane = Attention(lambda: None), Lane(SharedResource(loop, 1.0))
-    stage = CollectiveStage(True, 0.0, 4.0, 1.0, 0.0, 1, unattended_bytes=0.5)
-    transfer = StageTransfer(loop, attention, stage, lane, 1.0, lambda: ends.append(loop.now))
-    attention.add(transfer, lane)
+    loop, attention, transfer, ends = _transfer(4.0, unattended_bytes=0.5)
     transfer.begin()  # moves 0.5
     loop.at(2.0, lambda: attention.poll(3))  # three operations are tested: 0.5 for the first, and 2 * 0.78 * 0.5 more
     loop.at(10.0, lambda: attention.poll(4))  # 1.67 more
@@ -343,11 +330,7 @@ def test_further_tests_of_a_poll_let_a_little_more_move() -> None:
 
 
 def test_messages_that_move_while_no_rank_waits_are_paid_later() -> None:
-    loop = EventLoop()
-    attention, lane = Attention(lambda: None), Lane(SharedResource(loop, 1.0))
-    stage = CollectiveStage(True, 0.0, 4.0, 1.0, 1.0, 1, unattended_bytes=10)
-    transfer = StageTransfer(loop, attention, stage, lane, 1.0, lambda: None)
-    attention.add(transfer, lane)
+    loop, attention, transfer, _ = _transfer(4.0, cpu=1.0, unattended_bytes=10)
     transfer.begin()
     owed: list[float] = []
     loop.at(1.0, attention.begin_wait)
