@@ -1,6 +1,7 @@
 """The worked examples and formulas of docs/grid.md equal what the program computes, and a second calculation here."""
 
 import random
+from dataclasses import replace
 from itertools import accumulate, pairwise
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from hpctrain.backend.graph import Node
 from hpctrain.nn.layers import Conv2d, MaxPool, Sequential
 from hpctrain.parallel.layout import LayoutKind
 from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
-from hpctrain.parallel.plan_report import LayerReport, RedistributionReport
+from hpctrain.parallel.plan_report import LayerReport, RedistributionReport, report_plan
 from tests.support.grid_tables import Example, examples, table
 
 PAGE = (Path(__file__).parents[2] / "docs" / "grid.md").read_text()
@@ -24,15 +25,25 @@ def test_the_tables_are_those_of_the_program(name: str) -> None:
     assert f"**{example.title}**\n\n" + "\n".join(table(example)) + "\n" in PAGE
 
 
+#: plans of which the words of every layer are compared, and samples of each rank: some have none, or more ranks than rows
+PLANS = {"AlexNet": Parallelism.BATCH, "VGG-16": Parallelism.MODEL, "ResNet-50": Parallelism.DOMAIN}
+SPLITS = [(4, 4), (5, 3), (3, 3, 2), (0, 5, 1), (2, 1, 1, 2), (1, 0, 0, 0, 0, 0, 1, 0)]
+
+
+@pytest.mark.parametrize("counts", [None, *SPLITS], ids=str)
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_every_entry_is_what_the_formulas_give(name: str) -> None:
+def test_every_entry_is_what_the_formulas_give(name: str, counts: tuple[int, ...] | None) -> None:
     example = EXAMPLES[name]
+    if counts is not None:
+        use = example.plan.use if name == "AlexNet" else {}
+        example = replace(example, plan=ParallelPlan(len(counts), 1, PLANS[name], use), batch=sum(counts))
     rows = example.plan.rows
-    samples = list(example.counts[:rows])
+    every = counts or example.counts
+    samples = list(every[:rows])
     graph = example.graph(1)
     nodes = {node.name: node for node in graph.nodes}
     moving = 0
-    for entry in example.report_plan().entries:
+    for entry in report_plan(example.graph, example.plan, every, example.shapes).entries:
         found = (list(entry.traffic.forward[:rows]), list(entry.traffic.backward[:rows]))
         if isinstance(entry, LayerReport):
             node = nodes[entry.name]

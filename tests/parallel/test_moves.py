@@ -1,4 +1,4 @@
-"""Moves between ranks: transfers, operators against their adjoints, groups, and the words that leave each rank."""
+"""Moves between ranks: transfers, operators against their adjoints, and groups."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,7 +6,6 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from hpctrain.backend.graph import Graph, GraphBuilder
 from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
 from hpctrain.backend.operators import Array, Buffers, KernelSet, Operator, RecomputedOutput, StepContext
 from hpctrain.backend.specs import ReluSpec, TensorSpec
@@ -14,8 +13,6 @@ from hpctrain.comm.base import SingleCommunicator
 from hpctrain.comm.groups import ProcessGrid
 from hpctrain.core.intervals import even_intervals, relative, shape_of, size_of, slices, whole
 from hpctrain.data.loader import cut
-from hpctrain.models import catalogue
-from hpctrain.nn.layers import Layer
 from hpctrain.parallel import layout
 from hpctrain.parallel.groups import GridGroups
 from hpctrain.parallel.layout import Layout
@@ -29,13 +26,10 @@ from hpctrain.parallel.moves import (
     moved_back,
     transfer,
 )
-from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
-from hpctrain.parallel.partition_graph import PartitionedGraph, partition_graph
 from hpctrain_testing.virtual.communicator import ThreadCommunicator
 from hpctrain_testing.virtual.run import run_virtual, virtual_engine
 from tests.support.distributed import random_moves
 from tests.support.emulated import EmulatedDeviceFactory, kernels_on
-from tests.support.grid_tables import ALEXNET_USE, alexnet
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6])
@@ -402,136 +396,3 @@ def test_nodes_are_those_of_the_ranks_that_average(rows: int, cols: int, per_nod
             assert list(groups.nodes[name]) == group.allgather_object(comm.rank // per_node)
 
     run_virtual(rows * cols, program, ranks_per_node=per_node)
-
-
-Words = tuple[int, ...]
-
-
-def _graph_of_images(model: Layer, pixels: int, samples: int) -> Graph:
-    builder = GraphBuilder(TensorSpec((samples, pixels, pixels, 3), "float64"))
-    return builder.build(model.lower(builder, 0, ""))
-
-
-def words_by_boxes(graph: PartitionedGraph) -> tuple[dict[str, Words], dict[str, Words]]:
-    """What each rank hands over in each move, forward and backward. A sum is the adjoint of a move."""
-    forward: dict[str, Words] = {}
-    backward: dict[str, Words] = {}
-    trained = {0: False}
-    for step in graph.steps:
-        has_parameters = step.node is not None and bool(step.node.parameters)
-        trained[step.output] = has_parameters or any(trained[tensor] for tensor in step.inputs)
-        if step.move is None:
-            continue
-        there, back = moved(*step.move), moved_back(*step.move)
-        name = step.name if step.name not in forward else f"{step.name} again"
-        forward[name] = back if step.summed else there
-        backward[name] = (there if step.summed else back) if trained[step.inputs[0]] else (0,) * len(there)
-    return forward, backward
-
-
-def _halo(size: int, window: tuple[int, int, int], ranks: int) -> tuple[Words, Words]:
-    """Rows that each rank sends forward, and backward, for (kernel, stride, padding): row by row."""
-    kernel, stride, padding = window
-    outputs = (size + 2 * padding - kernel) // stride + 1
-    owned = [set(range(*part)) for part in even_intervals(size, ranks)]
-    read = [
-        {row for row in range(a * stride - padding, (b - 1) * stride - padding + kernel) if 0 <= row < size and a < b}
-        for a, b in even_intervals(outputs, ranks)
-    ]
-    sent = tuple(sum(len(owned[r] & read[q]) for q in range(ranks) if q != r) for r in range(ranks))
-    got = tuple(len(read[r] - owned[r]) for r in range(ranks))
-    return sent, got
-
-
-def _times(words: Sequence[int], factor: int) -> Words:
-    return tuple(factor * each for each in words)
-
-
-def _expect_halos(
-    found: tuple[dict[str, Words], dict[str, Words]],
-    layers: Sequence[tuple[str, int, int, tuple[int, int, int]]],
-    samples: int,
-    ranks: int,
-) -> None:
-    """Layers as (name, input's height = width, input's channels, window): every halo is rows x width x channels x samples."""
-    forward, backward = (dict(each) for each in found)
-    for name, size, channels, window in layers:
-        there, back = _halo(size, window, ranks)
-        words = size * channels * samples
-        nothing = (0,) * ranks
-        assert forward.pop(f"{name}.halo", nothing) == _times(there, words), name
-        assert backward.pop(f"{name}.halo", nothing) == _times(back, words), name
-    assert not [name for name in forward if name.endswith("halo")]
-
-
-SPLITS = [(4, 4), (5, 3), (3, 3, 2), (0, 5, 1), (2, 1, 1, 2), (1, 0, 0, 0, 0, 0, 1, 0)]
-
-
-@pytest.mark.parametrize("counts", SPLITS, ids=str)
-def test_alexnet_by_domain_and_model(counts: Words) -> None:
-    samples, ranks = sum(counts), len(counts)
-    plan = ParallelPlan(ranks, 1, Parallelism.BATCH, ALEXNET_USE)
-    found = forward, backward = words_by_boxes(partition_graph(_graph_of_images(alexnet(), 227, samples), plan, counts))
-    layers = [
-        ("features.2", 55, 96, (3, 2, 0)), ("features.3", 27, 96, (5, 1, 2)), ("features.5", 27, 256, (3, 2, 0)),
-        ("features.6", 13, 256, (3, 1, 1)), ("features.8", 13, 384, (3, 1, 1)), ("features.10", 13, 384, (3, 1, 1)),
-        ("features.12", 13, 256, (3, 2, 0)),
-    ]  # fmt: skip
-    _expect_halos(found, layers, samples, ranks)
-    # The images are read with the halo of the first layer, so nothing travels for 11x11/4.
-    assert "features.0.halo" not in forward
-    rows = [stop - start for start, stop in even_intervals(6, ranks)]
-    to_samples = tuple(6 * 256 * own * (samples - count) for own, count in zip(rows, counts, strict=True))
-    assert forward["flatten.move"] == to_samples
-    assert backward["flatten.move"] == tuple(6 * 256 * (6 - own) * count for own, count in zip(rows, counts, strict=True))
-    # What a linear layer reads: everybody's own part to all others; back: a reduce-scatter, all but one's own part.
-    assert forward["classifier.1.move"] == tuple((ranks - 1) * 9216 * count for count in counts)
-    assert backward["classifier.1.move"] == tuple(9216 * (samples - count) for count in counts)
-    for name in ("classifier.4.move", "classifier.6.move"):
-        own_features = [stop - start for start, stop in even_intervals(4096, ranks)]
-        assert forward[name] == tuple((ranks - 1) * samples * own for own in own_features)
-        assert backward[name] == tuple(samples * (4096 - own) for own in own_features)
-        assert sum(backward[name]) == (ranks - 1) * samples * 4096
-    own_classes = [stop - start for start, stop in even_intervals(1000, ranks)]
-    logits = tuple(own * (samples - count) for own, count in zip(own_classes, counts, strict=True))
-    assert forward["output.move"] == logits
-
-
-@pytest.mark.parametrize("counts", SPLITS[:4], ids=str)
-def test_vgg16_by_model(counts: Words) -> None:
-    """Every layer gathers its input, after pooling, and scatters its gradient: half of the allreduce of Gholami et al. 2018."""
-    samples, ranks = sum(counts), len(counts)
-    graph = _graph_of_images(catalogue.build("vgg16", {}), 224, samples)
-    forward, backward = words_by_boxes(partition_graph(graph, ParallelPlan(ranks, 1, Parallelism.MODEL), counts))
-    convolutions = [(2, 224, 64), (5, 112, 64), (7, 112, 128), (10, 56, 128), (12, 56, 256), (14, 56, 256), (17, 28, 256),
-                    (19, 28, 512), (21, 28, 512), (24, 14, 512), (26, 14, 512), (28, 14, 512)]  # fmt: skip
-    for number, size, channels in convolutions:
-        name, image = f"features.{number}.move", size * size * samples
-        own = [stop - start for start, stop in even_intervals(channels, ranks)]
-        assert forward.pop(name) == tuple((ranks - 1) * image * part for part in own)
-        back = backward.pop(name)
-        assert back == tuple(image * (channels - part) for part in own)
-        assert sum(back) == (ranks - 1) * image * channels  # an allreduce: twice as much
-    assert not [name for name in forward if name.startswith("features")]
-
-
-@pytest.mark.parametrize("counts", SPLITS[:4], ids=str)
-def test_resnet50_by_domain(counts: Words) -> None:
-    samples, ranks = sum(counts), len(counts)
-    graph = _graph_of_images(catalogue.build("resnet50", {}), 225, samples)
-    found = words_by_boxes(partition_graph(graph, ParallelPlan(ranks, 1, Parallelism.DOMAIN), counts))
-    layers: list[tuple[str, int, int, tuple[int, int, int]]] = [("maxpool", 113, 64, (3, 2, 1))]
-    size, channels = 57, 64
-    for stage, (blocks, inside) in enumerate(((3, 64), (4, 128), (6, 256), (3, 512)), start=1):
-        for block in range(blocks):
-            stride = 2 if stage > 1 and block == 0 else 1
-            layers.append((f"layer{stage}.{block}.conv2", size, inside, (3, stride, 1)))
-            if block == 0:
-                layers.append((f"layer{stage}.{block}.downsample.0", size, channels, (1, stride, 0)))
-            size, channels = (size - 1) // stride + 1, 4 * inside
-    _expect_halos(found, layers, samples, ranks)
-    forward, backward = found
-    assert forward["avgpool.sum"] == tuple(2048 * (samples - count) for count in counts)
-    assert backward["avgpool.sum"] == tuple(2048 * (ranks - 1) * count for count in counts)
-    # Both branches of a block keep one layout: nothing else travels.
-    assert {name.rsplit(".", 1)[1] for name in forward} == {"halo", "sum"}

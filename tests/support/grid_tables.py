@@ -16,7 +16,7 @@ from hpctrain.parallel.plan_report import LayerReport, PlanReport, Words, report
 
 _MIXED = {"features.*": Parallelism.DOMAIN, "classifier.*": Parallelism.MODEL}
 # Its classifier begins with a dropout: where the samples already lie, it moves nothing.
-ALEXNET_USE = {**_MIXED, "classifier.0": Parallelism.BATCH}
+_ALEXNET = {**_MIXED, "classifier.0": Parallelism.BATCH}
 
 
 @dataclass(frozen=True)
@@ -65,10 +65,11 @@ _THREES = ((384, 3, 1, 1, False), (384, 3, 1, 1, False), (256, 3, 1, 1, True))
 
 def examples() -> tuple[Example, ...]:
     """Uneven rows in all of them, and uneven samples in the first."""
-    plan = ParallelPlan(3, 1, Parallelism.BATCH, ALEXNET_USE)
     vgg, resnet = catalogue.build("vgg16", {}), catalogue.build("resnet50", {})
     return (
-        Example("AlexNet, 227 x 227, 3 x 1, 4 samples", alexnet(), (227, 227, 3), plan, 4),
+        Example(
+            "AlexNet, 227 x 227, 3 x 1, 4 samples", alexnet(), (227, 227, 3), ParallelPlan(3, 1, Parallelism.BATCH, _ALEXNET), 4
+        ),
         Example("VGG-16, 224 x 224, 3 x 2, 6 samples", vgg, (224, 224, 3), ParallelPlan(3, 2, Parallelism.BATCH, _MIXED), 6),
         Example("ResNet-50, 225 x 225, 3 x 1, 3 samples", resnet, (225, 225, 3), ParallelPlan(3, 1, Parallelism.DOMAIN), 3),
     )
