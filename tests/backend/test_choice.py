@@ -61,22 +61,6 @@ def test_a_machine_without_the_library_cannot_compute_float32_with_onednn(monkey
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype", "precision", "message"),
-    [
-        ("tpu", "float32", "float32", "no backend 'tpu'; the backends are auto, numpy, onednn, cuda"),
-        ("numpy", "float16", "float32", "No backend computes in float16; set dtype to float32 or float64"),
-        ("numpy", "float32", "tf32", "precision is tf32, which only backend cuda supports; set precision to float32, or"),
-        ("onednn", "float32", "tf32", "precision is tf32, which only backend cuda supports"),
-        ("cuda", "float64", "bfloat16", "precision is bfloat16, which requires dtype float32; for dtype float64, set"),
-        ("cuda", "float32", "int8", "no precision 'int8'; the precisions are float32, tf32, bfloat16"),
-    ],
-)
-def test_what_no_backend_computes_is_refused(name: str, dtype: str, precision: str, message: str) -> None:
-    with pytest.raises(BackendError, match=message):
-        make_backend(name, dtype, precision)
-
-
-@pytest.mark.parametrize(
     ("dtype", "precision", "activations"),
     [
         ("float32", "float32", "float32"),

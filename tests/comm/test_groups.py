@@ -20,7 +20,6 @@ from hpctrain.comm.groups import (
     ProcessGrid,
     TwoLevel,
     across_nodes,
-    check_grid,
     coordinates,
     in_levels,
     levels,
@@ -236,12 +235,6 @@ def test_a_split_group_lies_inside_a_node_where_ranks_divide(rows: int, groups_p
     assert places[0] == (0, 0)
     if not cyclic:
         assert places == [(rank % rows, rank // rows) for rank in range(ranks)]
-
-
-@pytest.mark.parametrize(("rows", "cols", "size"), [(2, 2, 3), (4, 4, 6), (1, 4, 5), (0, 7, 7), (-2, -2, 4), (5, 1, 8)])
-def test_a_grid_that_does_not_fit_is_refused(rows: int, cols: int, size: int) -> None:
-    with pytest.raises(ShapeError, match=rf"{rows} x {cols} .*ranks is {size}; .* must be {size}\."):
-        check_grid(rows, cols, size)
 
 
 def test_one_process_is_a_grid() -> None:

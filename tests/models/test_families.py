@@ -333,21 +333,6 @@ def test_a_refusal_names_its_option(model: str, options: dict[str, Any], sentenc
     assert [caught.value.option] == list(options)
 
 
-@pytest.mark.parametrize(
-    ("model", "options", "sentence"),
-    [
-        ("alexnet", {"channels": (1, 2)}, "AlexNet has five convolutions, so channels must be five numbers, not 2"),
-        ("alexnet", {"padding": -1}, "A padding is -1, but must be at least 0"),
-        ("alexnet", {"dropout": 1.0}, "A dropout rate of 1.0 is outside"),
-        ("alexnet", {"width": 0}, "width of 0.0 leaves no channels"),
-        ("resnet20", {"shortcut": "A"}, "is \"A\", but must be 'padding' or 'projection'"),
-    ],
-)
-def test_what_makes_no_network_is_refused(model: str, options: dict[str, Any], sentence: str) -> None:
-    with pytest.raises(ConfigError, match=sentence):
-        catalogue.build(model, options)
-
-
 def test_enormous_layers_and_images_that_vanish_are_refused() -> None:
     for channels, width in ((64, 1e308), (64, float("inf")), (1, 1e7), (10**400, 1.0)):
         with pytest.raises(ConfigError, match=rf"into more than 1,000,000, the maximum of a layer; {LARGEST}"):

@@ -14,7 +14,7 @@ from hpctrain.core.errors import ShapeError
 from hpctrain.core.intervals import even_intervals
 from hpctrain.models import catalogue
 from hpctrain.nn import initialise
-from hpctrain.nn.layers import Conv2d, Layer, Linear, Sequential
+from hpctrain.nn.layers import Layer, Sequential
 from hpctrain.nn.network import ALL, MODEL, Network, Shard, Undistributed, local_spec
 from hpctrain.nn.parameter import FlatStatistics, ParameterSpec, StatisticSpec
 from tests.support import nets
@@ -190,18 +190,6 @@ def test_images_that_the_layers_do_not_take_are_refused() -> None:
     subject.check_shape((10, 8, 3))
     with pytest.raises(ShapeError, match="fc1"):
         subject.check_shape((16, 16, 3))
-
-
-@pytest.mark.parametrize(
-    ("model", "sentence"),
-    [
-        (Sequential({"conv": Conv2d(3, 4, 3)}), r"must have shape \(N, classes\), not \(1, 7, 5, 4\)"),
-        (Sequential({"fc": Linear(9 * 7 * 3, 4)}), "fc"),
-    ],
-)
-def test_models_that_do_not_fit_are_refused(model: Layer, sentence: str) -> None:
-    with pytest.raises(ShapeError, match=sentence):
-        Network(model, IMAGE, NumpyKernelSet())
 
 
 def test_a_parameter_that_no_operation_uses_is_refused() -> None:

@@ -44,6 +44,16 @@ def _program(device: EmulatedDevice) -> np.ndarray:
     return take(kernels, total)
 
 
+def _waits(device: EmulatedDevice) -> dict[str, list[int]]:
+    """The numbers of the waits of mirrors at each place of the program."""
+    places: dict[str, list[int]] = {}
+    for number, text in enumerate(device.waits):
+        if "CudaMirrors" in text or "CudaTransit" in text:
+            places.setdefault(text.partition(" waits for ")[0] + text.rpartition(" at ")[2], []).append(number)
+    assert len(places) == 5, f"three of streams, and two of the host: {sorted(places)}"
+    return places
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_copies_come_in_the_order_that_arithmetic_needs(seed: int, emulated_device: EmulatedDeviceFactory) -> None:
     gradient, others, total = 1.0, 5.0, 0.0
@@ -57,12 +67,7 @@ def test_copies_come_in_the_order_that_arithmetic_needs(seed: int, emulated_devi
 def test_every_place_that_waits_matters(emulated_device: EmulatedDeviceFactory) -> None:
     device = emulated_device(0)
     expected = _program(device)
-    places: dict[str, list[int]] = {}
-    for number, text in enumerate(device.waits):
-        if "CudaMirrors" in text or "CudaTransit" in text:
-            places.setdefault(text.partition(" waits for ")[0] + text.rpartition(" at ")[2], []).append(number)
-    assert len(places) == 5, f"the three of streams, and the two of the host: {sorted(places)}"
-    for place, numbers in places.items():
+    for place, numbers in _waits(device).items():
         trials = ((seed, number) for seed in range(8) for number in numbers)
         wrong = (not np.array_equal(_program(emulated_device(seed, ignored_wait=n)), expected) for seed, n in trials)
         assert any(wrong), place
@@ -103,17 +108,12 @@ def test_arrays_inside_of_one_that_is_covered_share_its_mirror(seed: int, emulat
 def test_each_wait_of_a_shared_mirror_matters(emulated_device: EmulatedDeviceFactory) -> None:
     device = emulated_device(0)
     _covered(device)
-    places: dict[str, list[int]] = {}
-    for number, text in enumerate(device.waits):
-        if "CudaMirrors" in text or "CudaTransit" in text:
-            places.setdefault(text.partition(" waits for ")[0] + text.rpartition(" at ")[2], []).append(number)
-    assert len(places) == 5, f"three of streams, and two of the host: {sorted(places)}"
 
     def wrong(seed: int, number: int) -> bool:
         found = _covered(emulated_device(seed, ignored_wait=number))
         return any(not np.array_equal(part, np.full(part.size, 10.0 * (step + 1))) for step, part in enumerate(found))
 
-    for place, numbers in places.items():
+    for place, numbers in _waits(device).items():
         assert any(wrong(seed, number) for seed in range(8) for number in numbers), place
 
 

@@ -463,14 +463,10 @@ def convert_npz(path, out, size=None, threads=1, **options):
     folder.convert(npz.scan(path), out, size=size, threads=threads, **options)
 
 
-def random_pictures(count, height=7, width=9):
-    return np.random.default_rng(0).integers(0, 256, (count, height, width, 3), np.uint8)
-
-
 @pytest.mark.parametrize("name", ["a.npz", "a.npz.xz"])
 @pytest.mark.parametrize("threads", [1, 3])
 def test_npz_round_trip(tmp_path, name, threads):
-    images, labels = random_pictures(50), np.arange(50) % 3
+    images, labels = random_images(50, 7, 9, 3), np.arange(50) % 3
     done = []
     convert_npz(pack(tmp_path / name, images, labels), tmp_path / "out.h5", threads=threads, advance=done.append)
     file = ImageFile.open(tmp_path / "out.h5")
@@ -481,7 +477,7 @@ def test_npz_round_trip(tmp_path, name, threads):
 
 
 def test_images_of_several_sizes_need_a_size(tmp_path, caplog):
-    images = [*random_pictures(2), *random_pictures(1, 8, 8)]
+    images = [*random_images(2, 7, 9, 3), *random_images(1, 8, 8, 3)]
     path = pack(tmp_path / "a.npz", images, [0, 1, 0])
     with pytest.raises(DataError, match=r"1 image \(image 2 of .*a\.npz\) cannot be decoded"):
         convert_npz(path, tmp_path / "out.h5")
@@ -501,10 +497,16 @@ def test_images_of_several_sizes_need_a_size(tmp_path, caplog):
         ({"blob": np.zeros(3, np.uint8), "offsets": np.array([0, 1, 2, 3])}, "image 0 of .* cannot be decoded"),
         ({"labels": np.zeros(0, np.uint8), "blob": np.zeros(0, np.uint8), "offsets": np.array([0])}, "holds no image"),
         ({"labels": np.array([{}] * 3, object)}, r"not an \.npz file"),
+        ({"labels": np.array([0.5, 1.0, 0.0])}, "labels float64 of"),
+        ({"labels": np.array([[0], [1], [1]])}, r"labels int64 of \(3, 1\)"),
+        ({"offsets": np.array([0.0, np.nan, 1.0, 2.0])}, "offsets are float64"),
+        ({"blob": np.zeros(4)}, "blob is float64"),
+        ({"labels": np.array([0, 10**12, 0])}, "has label 1000000000000 for image 1"),
+        ({"labels": np.array([-1, -1, -1])}, "label -1"),
     ],
 )
 def test_wrong_content_is_refused(tmp_path, changes, message):
-    path = pack(tmp_path / "a.npz", random_pictures(3), [0, 1, 2], changes)
+    path = pack(tmp_path / "a.npz", random_images(3, 7, 9, 3), [0, 1, 2], changes)
     with pytest.raises(DataError, match=message):
         convert_npz(path, tmp_path / "out.h5")
     assert not (tmp_path / "out.h5").exists()
@@ -514,7 +516,7 @@ def test_wrong_content_is_refused(tmp_path, changes, message):
 def test_truncated_missing_or_strange_files_are_refused(tmp_path, name):
     with pytest.raises(DataError, match="no file"):
         convert_npz(tmp_path / name, tmp_path / "out.h5")
-    path = pack(tmp_path / name, random_pictures(3), [0, 1, 2])
+    path = pack(tmp_path / name, random_images(3, 7, 9, 3), [0, 1, 2])
     content = path.read_bytes()
     for damaged in (content[: len(content) // 2], b"", b"text", np.lib.format.magic(1, 0)):
         path.write_bytes(damaged)
@@ -523,7 +525,7 @@ def test_truncated_missing_or_strange_files_are_refused(tmp_path, name):
 
 
 def test_an_archive_is_not_unpacked_where_memory_has_no_room(tmp_path, monkeypatch):
-    path = pack(tmp_path / "a.npz", random_pictures(3), [0, 1, 2], {"blob": np.zeros(1 << 20, np.uint8)})
+    path = pack(tmp_path / "a.npz", random_images(3, 7, 9, 3), [0, 1, 2], {"blob": np.zeros(1 << 20, np.uint8)})
     monkeypatch.setattr(common, "available_bytes", lambda: 1 << 20)
     with pytest.raises(DataError, match=r"a.npz needs 1,\d{3},\d{3} bytes of memory, but 1,048,576 are available"):
         npz.scan(path)
@@ -550,47 +552,11 @@ def photo(kind):
     return content.getvalue()
 
 
-def packed(**changes):
+def packed():
     content, image = io.BytesIO(), photo("PNG")
-    arrays = {
-        "blob": np.frombuffer(image * 2, np.uint8),
-        "offsets": np.array([0, len(image), 2 * len(image)]),
-        "labels": np.array([0, 1]),
-    }
-    np.savez_compressed(content, **{**arrays, **changes})
+    offsets = np.array([0, len(image), 2 * len(image)])
+    np.savez_compressed(content, blob=np.frombuffer(image * 2, np.uint8), offsets=offsets, labels=np.array([0, 1]))
     return content.getvalue()
-
-
-def convert_idx(path, out):
-    path.with_name("labels").write_bytes(idx_bytes(np.zeros(3, np.uint8)))
-    idx.convert(path, path.with_name("labels"), out)
-
-
-def convert_labels(path, out):
-    path.with_name("images").write_bytes(idx_bytes(np.zeros((3, 2, 2), np.uint8)))
-    idx.convert(path.with_name("images"), path, out)
-
-
-def convert_cifar(path, out):
-    path.rename(path.with_name("test_batch.bin"))
-    cifar.convert(path.parent, "test", out)
-
-
-def convert_names(path, out):
-    path.rename(path.with_name("batches.meta.txt"))
-    path.with_name("test_batch.bin").write_bytes(bytes(2 * 3073))
-    cifar.convert(path.parent, "test", out)
-
-
-def convert_xz(path, out):
-    path.rename(path.with_name("a.npz.xz"))
-    convert_npz(path.with_name("a.npz.xz"), out)
-
-
-def convert_folder(path, out):
-    path.with_name("ant").mkdir(exist_ok=True)
-    path.rename(path.with_name("ant") / "a.jpg")
-    folder.convert(folder.scan(path.parent), out, size=(5, 5), threads=1)
 
 
 def foreign():
@@ -600,34 +566,43 @@ def foreign():
     return content.getvalue()
 
 
-def convert_hdf5(path, out):
-    with hdf5.opened(path) as source:
-        arrays.convert(source, out)
-
-
-def convert_arrays(path, out):
-    path.rename(path.with_name("a.npz"))
-    arrays.convert(arrays.opened(path.with_name("a.npz")), out)
-
-
 def array_file():
     content = io.BytesIO()
     np.savez_compressed(content, x=np.zeros((2, 4, 4, 3), np.uint8), y=np.array([0, 1]))
     return content.getvalue()
 
 
+def convert_hdf5(path, out):
+    with hdf5.opened(path) as source:
+        arrays.convert(source, out)
+
+
+def convert_idx(path, out):
+    idx.convert(path.with_name("images"), path.with_name("labels"), out)
+
+
+def convert_cifar(path, out):
+    cifar.convert(path.parent, "test", out)
+
+
+def convert_folder(path, out):
+    folder.convert(folder.scan(path.parents[1]), out, size=(5, 5), threads=1)
+
+
+BATCH, GREY = bytes(2 * 3073), idx_bytes(np.zeros((3, 2, 2), np.uint8))
+#: by name, the converter, its input's name and content, and the other files of the directory
 KINDS = {
-    "hdf5": (convert_hdf5, foreign()),
-    "arrays": (convert_arrays, array_file()),
-    "idx": (convert_idx, idx_bytes(np.zeros((3, 2, 2), np.uint8))),
-    "idx.gz": (convert_idx, gzip.compress(idx_bytes(np.zeros((3, 2, 2), np.uint8)))),
-    "labels": (convert_labels, idx_bytes(np.arange(3, dtype=np.uint8))),
-    "cifar": (convert_cifar, bytes(2 * 3073)),
-    "cifar names": (convert_names, b"".join(b"name %d\n" % i for i in range(10))),
-    "npz": (convert_npz, packed()),
-    "npz.xz": (convert_xz, lzma.compress(packed())),
-    "png": (convert_folder, photo("PNG")),
-    "jpeg": (convert_folder, photo("JPEG")),
+    "hdf5": (convert_hdf5, "input", foreign(), {}),
+    "arrays": (lambda path, out: arrays.convert(arrays.opened(path), out), "a.npz", array_file(), {}),
+    "idx": (convert_idx, "images", GREY, {"labels": idx_bytes(np.zeros(3, np.uint8))}),
+    "idx.gz": (convert_idx, "images", gzip.compress(GREY), {"labels": idx_bytes(np.zeros(3, np.uint8))}),
+    "labels": (convert_idx, "labels", idx_bytes(np.arange(3, dtype=np.uint8)), {"images": GREY}),
+    "cifar": (convert_cifar, "test_batch.bin", BATCH, {}),
+    "cifar names": (convert_cifar, "batches.meta.txt", b"".join(b"name %d\n" % i for i in range(10)), {"test_batch.bin": BATCH}),
+    "npz": (convert_npz, "input", packed(), {}),
+    "npz.xz": (convert_npz, "a.npz.xz", lzma.compress(packed()), {}),
+    "png": (convert_folder, "ant/a.jpg", photo("PNG"), {}),
+    "jpeg": (convert_folder, "ant/a.jpg", photo("JPEG"), {}),
 }
 
 
@@ -651,45 +626,29 @@ def damaged(content, generator):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_damaged_inputs_are_converted_or_refused_with_a_sentence(tmp_path, kind, monkeypatch):
-    convert, content = KINDS[kind]
+    convert, name, content, others = KINDS[kind]
     monkeypatch.setattr(os, "fsync", lambda handle: None)
     generator = random.Random(kind)
     refused = 0
     cases = amount(40, 500)
     for case in range(cases):
         directory = tmp_path / str(case)
-        directory.mkdir()
-        (directory / "input").write_bytes(damaged(content, generator))
-        sentence = outcome(convert, directory / "input")
+        (directory / name).parent.mkdir(parents=True)
+        for other, whole in {**others, name: damaged(content, generator)}.items():
+            (directory / other).write_bytes(whole)
+        sentence = outcome(convert, directory / name, tmp_path / f"{case}.h5")
         assert not sentence or (sentence.endswith(".") and str(directory) in sentence)
         refused += bool(sentence)
     assert refused > cases // 10
 
 
-def outcome(convert, path):
+def outcome(convert, path, out):
     """The sentence of a refusal; empty where it was converted."""
     try:
-        convert(path, path.parent.with_suffix(".h5"))
+        convert(path, out)
     except DataError as error:
         return str(error)
     return ""
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"labels": np.array([0.5, 1.0])}, "labels float64 of"),
-        ({"labels": np.array([[0], [1]])}, r"labels int64 of \(2, 1\)"),
-        ({"offsets": np.array([0.0, np.nan, 1.0])}, "offsets are float64"),
-        ({"blob": np.zeros(4)}, "blob is float64"),
-        ({"labels": np.array([0, 10**12])}, "has label 1000000000000 for image 1"),
-        ({"labels": np.array([-1, -1])}, "label -1"),
-    ],
-)
-def test_arrays_of_other_types_are_refused(tmp_path, changes, message):
-    (tmp_path / "a.npz").write_bytes(packed(**changes))
-    with pytest.raises(DataError, match=message):
-        convert_npz(tmp_path / "a.npz", tmp_path / "out.h5")
 
 
 def test_an_idx_file_of_very_many_dims_is_refused(tmp_path):

@@ -1,8 +1,8 @@
-"""Lifetimes and packing: nothing reads what is said to be unused, what lives together never overlaps, and little is wasted."""
+"""Lifetimes and packing: nothing reads what is said to be unused, arenas are packed tightly and do not grow."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
 import pytest
@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
+from hpctrain.backend.onednn.binding import processor_flags
 from hpctrain.backend.onednn.kernel_set import OnednnKernelSet, available
 from hpctrain.backend.operators import ALIGNMENT_BYTES, KernelSet, Operator, StepContext, aligned
 from hpctrain.backend.specs import Spec, TensorSpec
@@ -21,6 +22,7 @@ from hpctrain.nn.layers import Layer
 from hpctrain.nn.network import Network
 from hpctrain.nn.program import Program
 from tests.support import nets
+from tests.support.arena_sizes import arena_sizes, arena_sizes_with
 from tests.support.poison import overwritten_share, poisoned
 
 
@@ -233,3 +235,58 @@ def test_large_scratch_lies_where_activations_are_not(network: Network) -> None:
     without = lower_bound([buffer.block for buffer in planned.buffers if buffer.owner[0] != "scratch"])
     largest = max(buffer.region.size_bytes for buffer in planned.buffers if buffer.owner[0] == "scratch")
     assert without <= planned.arena_bytes <= without + largest + (without >> 4)
+
+
+# The memory of the five benchmark networks, in bytes of [training, evaluation]: golden numbers, which may fall but not rise. A
+# change that needs less memory writes its numbers here. A change that needs more must save more than that elsewhere.
+NUMPY_ARENAS = {
+    "resnet50-224": [682899456, 57802752],
+    "vgg16-224": [269494272, 107467776],
+    "resnet34-48": [19167232, 6570048],
+    "resnet20-32": [102641152, 17229568],
+    "small-28": [10177024, 5341184],
+}
+# oneDNN's kernels ask for scratch of their own and choose layouts by the instruction set, so the library is held to one of two.
+ONEDNN_ARENAS = {
+    "AVX2": {
+        "resnet50-224": [682324480, 57868288],
+        "vgg16-224": [317308928, 102907904],
+        "resnet34-48": [18089344, 9744384],
+        "resnet20-32": [113611648, 12592128],
+        "small-28": [4139904, 2007040],
+    },
+    "AVX512_CORE": {
+        "resnet50-224": [682489216, 57868288],
+        "vgg16-224": [317821824, 102907904],
+        "resnet34-48": [18093824, 9744384],
+        "resnet20-32": [113747584, 12592128],
+        "small-28": [4301952, 2007040],
+    },
+}
+_PROCESSOR_FLAG = {"AVX2": "avx2", "AVX512_CORE": "avx512bw"}
+
+
+def _assert_not_above(measured: Mapping[str, list[int]], golden: Mapping[str, list[int]]) -> None:
+    assert measured.keys() == golden.keys()
+    risen = {
+        name: f"{now:,} bytes, at most {allowed:,} are allowed"
+        for name, sizes in golden.items()
+        for now, allowed in zip(measured[name], sizes, strict=True)
+        if now > allowed
+    }
+    assert not risen
+
+
+def test_numpy_needs_no_more_memory_than_before() -> None:
+    _assert_not_above(arena_sizes("numpy"), NUMPY_ARENAS)
+
+
+@pytest.mark.slow
+@pytest.mark.job
+@pytest.mark.parametrize("instruction_set", ONEDNN_ARENAS)
+def test_onednn_needs_no_more_memory_than_before(instruction_set: str) -> None:
+    if (reason := available()) is not None:
+        pytest.skip(reason)
+    if _PROCESSOR_FLAG[instruction_set] not in processor_flags():
+        pytest.skip(f"The processor lacks {instruction_set}.")
+    _assert_not_above(arena_sizes_with(instruction_set), ONEDNN_ARENAS[instruction_set])
