@@ -24,14 +24,13 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
-from pydantic import Field
 
 from hpctrain.assembly.faults import refusal
+from hpctrain.assembly.keywords import START_KEYS, keyword_config
 from hpctrain.comm.base import Communicator, raise_on_all_ranks
-from hpctrain.comm.progress import ProgressMode
 from hpctrain.config.load import from_mapping, keyword_overrides
 from hpctrain.config.schema import Config
 from hpctrain.core import log
@@ -44,7 +43,6 @@ from hpctrain.core.errors import (
 )
 from hpctrain.core.files import path_of
 from hpctrain.core.registry import Count, CountFromZero, check_types
-from hpctrain.core.text import choices
 from hpctrain.core.yaml_source import Source
 from hpctrain.flight.recorder import FlightRecorder
 from hpctrain.job import flight_records
@@ -70,18 +68,17 @@ from hpctrain.training.reporting import ProgressStyle
 
 _log = logging.getLogger(__name__)
 _DEADLINE_SECONDS = 300.0
-_PROGRESS = tuple(str(mode) for mode in ProgressMode)
 
 
 @contextlib.contextmanager
 def start(
     *,
-    batch: Count,
-    rows: Count = 1,
-    cols: Count | None = None,
+    batch: int,
+    rows: int = 1,
+    cols: int | None = None,
     threads: Count | None = None,
     progress: str = "test",
-    deadline_seconds: Annotated[float, Field(gt=0)] = _DEADLINE_SECONDS,
+    deadline_seconds: float = _DEADLINE_SECONDS,
     automatic: Automatic | None = None,
     flight: str | Path | None = None,
     signals: bool = False,
@@ -155,14 +152,12 @@ class _Asked:
         return {name: getattr(self, name) for name in alike} | {"automatic": self.automatic is not None}
 
     def check(self, watch: SignalWatch | None) -> None:
-        """Raise ConfigError if an argument has a wrong type or value, on all ranks alike.
+        """Raise ConfigError if an argument has a wrong type, or breaks the rule of its key, on all ranks alike.
 
         Args:
             watch: watch of signals; None: `signals` is False, or the caller is not in Python's main thread.
         """
-        check_types(start, vars(self))
-        if self.progress not in _PROGRESS:
-            raise ConfigError(f'There is no progress mode "{self.progress}"; {choices(self.progress, _PROGRESS)}.')
+        keyword_config(start, START_KEYS, vars(self))
         if self.signals and watch is None:
             raise ConfigError("signals is True, but Python receives signals in its main thread only; call `start` there.")
 

@@ -22,6 +22,8 @@ import numpy as np
 import pytest
 
 import hpctrain
+from hpctrain.assembly.keywords import LOADER_KEYS, REPLICA_KEYS, START_KEYS, keyword_config
+from hpctrain.core.yaml_source import KeyPath
 from hpctrain.data.augmentations import AUGMENTATIONS
 from hpctrain.data.augmentations.base import Augmentation
 from hpctrain.data.sampler import Mixing
@@ -298,6 +300,18 @@ def test_values_of_wrong_types_are_refused_with_a_sentence(tmp_path: Path, monke
                     continue
                 faults += _faults(name, call, given, argument, _WRONG)
     assert not faults, "\n".join(faults)
+
+
+_KEYS = {hpctrain.start: START_KEYS, hpctrain.Automatic: REPLICA_KEYS, hpctrain.Job.replica: REPLICA_KEYS}
+
+
+@pytest.mark.parametrize(("function", "keys"), [*_KEYS.items(), (hpctrain.Job.loader, LOADER_KEYS)])
+def test_keywords_have_the_defaults_of_their_keys(function: Callable[..., object], keys: dict[str, KeyPath]) -> None:
+    """A signature repeats them for its readers. None is the default of a keyword that then leaves its key out."""
+    parameters = inspect.signature(function).parameters.values()
+    given = {one.name: one.default for one in parameters if one.name in keys and one.default is not one.empty}
+    assert len(given) >= 3
+    assert keyword_config(function, keys, given) == keyword_config(function, keys, {})
 
 
 #: legal values by name, for parameters of constructors that have no default

@@ -7,6 +7,7 @@ the configuration, so ranks must read them alike, inside `raise_on_all_ranks`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -34,17 +35,29 @@ class ImageFacts:
 
     Attributes:
         shapes: shapes (H, W, C) of the network's input, the largest first.
-        classes: number of classes.
+        classes: number of classes; None: the model decides it.
         samples: number of samples of an epoch; 0 if it is unknown.
         class_weights: weight of each class in the loss of training steps; empty: all are 1.
         assumption: sentence with what is assumed instead of facts, if the data do not exist yet; otherwise empty.
     """
 
     shapes: tuple[ImageShape, ...]
-    classes: int
+    classes: int | None = None
     samples: int = 0
     class_weights: tuple[float, ...] = ()
     assumption: str = ""
+
+
+@dataclass(frozen=True)
+class Given:
+    """What a program has made itself, instead of naming it.
+
+    Attributes:
+        optimizer: function that returns an optimiser that is not bound to parameters yet.
+    """
+
+    model: Layer
+    optimizer: Callable[[], Optimizer]
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,12 +68,14 @@ class Recipe:
         facts: facts about the images; None: the model's default images.
         grid: numbers of rows and columns; None: not known yet.
         backend: backend of this rank; None: graphs are lowered in float32.
+        given: model and optimiser of a program; None: those that the configuration names.
     """
 
     config: Config
     facts: ImageFacts | None = None
     grid: tuple[int, int] | None = None
     backend: Backend | None = None
+    given: Given | None = None
 
     @property
     def model_options(self) -> dict[str, Any]:
@@ -82,6 +97,8 @@ class Recipe:
     @cached_property
     def model(self) -> Layer:
         """The model, which a name or an option may fail to describe (ConfigError, OptionError)."""
+        if self.given is not None:
+            return self.given.model
         return catalogue.build(self.config.model.name, self.model_options)
 
     @property
@@ -137,6 +154,8 @@ class Recipe:
 
     def make_optimizer(self) -> Optimizer:
         """Return a new optimiser for one group of parameters."""
+        if self.given is not None:
+            return self.given.optimizer()
         return OPTIMIZERS.create(self.config.optimizer.name, self.config.optimizer.options)
 
     @cached_property

@@ -68,8 +68,7 @@ def show(value: Any) -> str:
     return text if len(text) <= _SHOWN_CHARACTERS else text[: _SHOWN_CHARACTERS - 3] + "..."
 
 
-# Rule by pydantic's type of error, with {names} of the error's context. A test checks that no error type of the schema or of
-# options is missing.
+# Rule by pydantic's type of error, with {names} of the error's context. A test checks that no type is missing.
 _RULES: Mapping[str, str] = {
     "bool_parsing": "must be true or false",
     "bool_type": "must be true or false",
@@ -140,7 +139,8 @@ def section_at(schema: type[BaseModel], path: KeyPath) -> type[BaseModel] | None
     return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
 
 
-def _sibling(schema: type[BaseModel], path: KeyPath) -> KeyPath | None:
+def sibling(schema: type[BaseModel], path: KeyPath) -> KeyPath | None:
+    """Return the similar key that an unknown key of a section means; None if no key is similar."""
     section = section_at(schema, path[:-1])
     near = None if section is None else nearest(str(path[-1]), section.model_fields)
     return None if near is None else (*path[:-1], near)
@@ -154,7 +154,7 @@ def schema_faults(
     Args:
         meant: function that returns the known key that an unknown one means, or None; default: a similar key of the same section.
     """
-    find = partial(_sibling, schema) if meant is None else meant
+    find = partial(sibling, schema) if meant is None else meant
     items = error.errors(include_url=False)
     misspelt = {find(tuple(item["loc"])) for item in items if item["type"] == "extra_forbidden"}
     wanted = (item for item in items if item["type"] != "missing" or tuple(item["loc"]) not in misspelt)

@@ -294,7 +294,7 @@ def check_types(function: Callable[..., Any], arguments: Mapping[str, Any], owne
     """
     adapters = _adapters(function)
     for name, value in arguments.items():
-        given = _plain(value) if name in adapters else value
+        given = native(value) if name in adapters else value
         items = _violations(adapters[name], given) if name in adapters else []
         if not items:
             continue
@@ -357,7 +357,7 @@ def _with_checked_result(cls: type, method: Callable[..., Any], declared: Callab
     def checked(*arguments: Any, **keywords: Any) -> Any:
         result = method(*arguments, **keywords)
         adapter = _adapters(declared).get("return")
-        if adapter is not None and _violations(adapter, _plain(result)):
+        if adapter is not None and _violations(adapter, native(result)):
             summary = (declared.__doc__ or "Return its result").partition(".")[0]
             wanted = "None" if _types(declared)["return"] is type(None) else summary.removeprefix("Return ")
             shown = " ".join(shortened(result).split())
@@ -397,13 +397,13 @@ def _violations(adapter: TypeAdapter[Any], value: Any) -> list[Any]:
     return []
 
 
-def _plain(value: Any) -> Any:
+def native(value: Any) -> Any:
     """Return a value with Python's numbers in place of NumPy's, and tuples in place of lists and short arrays."""
     if type(value).__module__ == "numpy" and getattr(value, "ndim", 2) < 2 and value.size <= _MOST_OF_A_LIST:
         value = value.tolist()
     if isinstance(value, list | tuple):
-        return tuple(map(_plain, value))
-    return {key: _plain(item) for key, item in value.items()} if isinstance(value, Mapping) else value
+        return tuple(map(native, value))
+    return {key: native(item) for key, item in value.items()} if isinstance(value, Mapping) else value
 
 
 def unknown(kind: str, name: str, names: Iterable[str]) -> ConfigError:

@@ -183,9 +183,6 @@ def hold_out(labels: NDArray[np.int64], amount: int | float, seed: int, origin: 
     return ValidationSplit(np.flatnonzero(~held_out), np.flatnonzero(held_out))
 
 
-#: maximum alpha: above it, drawing from a Beta distribution takes too many attempts, and nearly all weights are close to one half
-MOST_ALPHA = 4.0
-
 _UNIFORMS_AT_ONCE = 64
 
 
@@ -225,13 +222,10 @@ class Mixing:
     both, one of them is drawn per step.
 
     Args:
-        mixup: alpha of mixup, in [0, MOST_ALPHA].
-        cutmix: alpha of cutmix, in [0, MOST_ALPHA].
+        mixup: alpha of mixup, in [0, 4]. Above, drawing from a Beta distribution takes too many attempts.
+        cutmix: alpha of cutmix, in [0, 4].
         probability: share of steps that are mixed.
         switch: share of mixed steps that use cutmix if both are on.
-
-    Raises:
-        ConfigError: a value is outside its range.
     """
 
     mixup: float = 0.0
@@ -239,12 +233,6 @@ class Mixing:
     probability: float = 1.0
     switch: float = 0.5
     seed: int = 0
-
-    def __post_init__(self) -> None:
-        for name in ("mixup", "cutmix", "probability", "switch"):
-            value, most = getattr(self, name), MOST_ALPHA if name in ("mixup", "cutmix") else 1.0
-            if not 0.0 <= value <= most:
-                raise ConfigError(f"mixing.{name} is {value}, but must be from 0 to {most:g}.")
 
     @property
     def mixes(self) -> bool:

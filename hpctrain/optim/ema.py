@@ -6,7 +6,6 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from hpctrain.backend.arithmetic import Array
-from hpctrain.core.errors import ConfigError
 from hpctrain.nn.parameter import FlatGroup, Segment
 from hpctrain.optim.base import ForwardingOptimizer, Norms, Optimizer, Packing, UpdateCounts
 
@@ -21,17 +20,10 @@ class EmaRule:
     Args:
         decay: share of the average that each update keeps, in (0, 1).
         warm_up: whether the t-th update keeps (1 + t) / (10 + t) while that is less than `decay`.
-
-    Raises:
-        ConfigError: the decay is outside its range.
     """
 
     decay: float
     warm_up: bool = True
-
-    def __post_init__(self) -> None:
-        if not 0.0 < self.decay < 1.0:
-            raise ConfigError(f"The decay {self.decay} of the average of weights is outside (0, 1); a usual value is 0.9999.")
 
     def kept(self, number: int) -> float:
         """Return the share of the average that update `number` keeps. The first update has number 1."""

@@ -14,12 +14,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from hpctrain.assembly.keywords import REPLICA_KEYS, keyword_config
 from hpctrain.assembly.recipe import with_defaults
 from hpctrain.backend.choice import Backend, make_backend
 from hpctrain.comm.base import Communicator, Subject, compare, raise_on_all_ranks
 from hpctrain.config.schema import SYNTHETIC, Config
 from hpctrain.core.errors import ConfigError, DataError
-from hpctrain.core.registry import Count, check_types
 from hpctrain.core.text import shortened
 from hpctrain.job.automatic_choice import (
     CHOICE_META,
@@ -146,7 +146,7 @@ class Automatic:
     model: Layer
     image_shape: tuple[int, int, int]
     optimizer: Choice | Callable[[], Optimizer] = "sgd"
-    micro_batches: Count = 1
+    micro_batches: int = 1
     backend: str = "auto"
     dtype: str = "float32"
     precision: str = "float32"
@@ -162,8 +162,8 @@ class Automatic:
         place = started.place()
 
         def planned() -> tuple[Job, Backend]:
-            check_types(Automatic, vars(self))
-            chosen = make_backend(self.backend, self.dtype, self.precision, place)
+            config = keyword_config(Automatic, REPLICA_KEYS, vars(self), batch=batch)
+            chosen = make_backend(config.backend, config.dtype, config.precision, place)
             optimizer, lowering = optimizer_of(self.optimizer)(), Lowering(self.model, dtype=chosen.dtype)
             name, averages = type(self.model).__name__, self.ema_decay is not None
             job = job_of(name, lowering, chosen.kernels, self.image_shape, batch, optimizer, averages=averages)

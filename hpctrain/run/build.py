@@ -36,7 +36,7 @@ from hpctrain.data.image_file import DataFacts, ImageFile, differences
 from hpctrain.data.loader import Loader
 from hpctrain.data.pipeline import ImageSizes
 from hpctrain.job.automatic_choice import Resolved
-from hpctrain.job.session import Session
+from hpctrain.job.session import Session, StartedRank
 from hpctrain.models.state_dict import INIT_HINT, StateEntry, check_file_fits, check_finite, declared_state
 from hpctrain.nn.layers import join
 from hpctrain.nn.network import Network
@@ -53,7 +53,7 @@ from hpctrain.storage.atomic_write import write_json
 from hpctrain.training.accounts import ImageSizeReport, Observer
 from hpctrain.training.metrics import Reporter
 from hpctrain.training.passes import check_memory
-from hpctrain.training.replica import Replica
+from hpctrain.training.replica import LoopState, Replica
 from hpctrain.training.saving import Saver
 from hpctrain.training.snapshot import Position
 from hpctrain.training.stopping import EarlyStop, TimeLimit
@@ -321,10 +321,14 @@ def class_weights(config: Config, labels: np.ndarray, names: Sequence[str]) -> t
     return tuple((len(labels) / (classes * counts)).tolist())
 
 
-def make_replica(recipe: Recipe, session: Session, *, trains: bool = True) -> Replica:
+def make_replica(
+    recipe: Recipe, rank: StartedRank, *, trains: bool = True, loop: LoopState | None = None, hint: str = ""
+) -> Replica:
     """Return this rank's replica of a recipe with facts, grid and backend, for images of the largest shape. Not collective.
 
     Args:
+        loop: state of the loop that calls `step`; None: one without stop requests and checkpoints.
+        hint: sentence appended to errors of the checks of values.
         trains: False for a replica that only evaluates, which has no averagers.
 
     Raises:
@@ -340,8 +344,8 @@ def make_replica(recipe: Recipe, session: Session, *, trains: bool = True) -> Re
         recipe.model,
         recipe.image_shape,
         backend.kernels,
-        groups=session.groups,
-        progress=session.progress,
+        groups=rank.groups,
+        progress=rank.progress,
         plan=recipe.plan,
         dtype=backend.dtype,
         seed=config.seed,
@@ -351,18 +355,19 @@ def make_replica(recipe: Recipe, session: Session, *, trains: bool = True) -> Re
     )
     replica = Replica(
         network,
-        groups=session.groups,
-        progress=session.progress,
+        groups=rank.groups,
+        progress=rank.progress,
         strategy=recipe.averager.strategy if trains else None,
         optimizer=recipe.make_optimizer,
         nominal_batch=config.batch,
         micro_batches=config.micro_batches,
         exact_shards=config.exact.shards if trains else None,
-        checks=CheckCadence(config.checks.every_steps),
+        checks=CheckCadence(config.checks.every_steps, hint),
         skips=config.on_nonfinite.action == "skip",
         ema=None if config.ema.decay is None else EmaRule(config.ema.decay, config.ema.warm_up),
+        loop=loop,
     )
-    if network.classes != facts.classes:
+    if facts.classes not in (None, network.classes):
         raise DataError(
             f"{config.data.train} has {facts.classes} classes, but the model {config.model.name} has {network.classes}; "
             f"set model.classes to {facts.classes}, or use other data."

@@ -11,13 +11,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from pydantic import ValidationError
 
 from hpctrain.comm.base import Communicator, Handle, raise_on_all_ranks
 from hpctrain.comm.shared_memory import share
-from hpctrain.config.schema import SYNTHETIC, CacheConfig, DataConfig
+from hpctrain.config.schema import CacheConfig
 from hpctrain.config.values import AUTO_SIZE
-from hpctrain.core.answers import config_error, schema_faults
 from hpctrain.core.errors import HpctrainError
 from hpctrain.core.text import size_text
 from hpctrain.data.cache import ALONE, FillingPlan, NodeRank, ReadCounts, SampleCache, bytes_for, held_in
@@ -180,19 +178,6 @@ class DataCache:
 
     counts: ReadCounts
     notes: tuple[str, ...]
-
-
-def cache_of(value: object) -> CacheConfig:
-    """Return the section `data.cache` from a value given in Python.
-
-    Raises:
-        ConfigError: a key is unknown, or a value is not allowed.
-    """
-    try:
-        return DataConfig.model_validate({"train": SYNTHETIC, "cache": value}).cache
-    except ValidationError as error:
-        faults = schema_faults(error, DataConfig)
-    raise config_error(faults)
 
 
 def give_levels(

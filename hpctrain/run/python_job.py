@@ -15,17 +15,17 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
-from pydantic import ValidationError
 
 from hpctrain.assembly.images import WARNING, aligned, check_image_shapes, constant_metrics
-from hpctrain.averaging.averagers import AveragerChoice
-from hpctrain.averaging.base import PlannedGroup, Strategy
+from hpctrain.assembly.keywords import LOADER_KEYS, REPLICA_KEYS, keyword_config
+from hpctrain.assembly.recipe import Given, ImageFacts, Recipe
 from hpctrain.backend.choice import Backend, make_backend
 from hpctrain.comm.base import Communicator, Subject, compare, raise_on_all_ranks
-from hpctrain.config.schema import CacheConfig, NonFiniteConfig
+from hpctrain.config.schema import Config
+from hpctrain.config.values import AUTO
 from hpctrain.core.errors import CheckpointError, ConfigError, DataError, DivergedError, ShapeError
 from hpctrain.core.files import path_of
-from hpctrain.core.registry import Count, CountFromZero, check_options, check_types
+from hpctrain.core.registry import Count, check_types
 from hpctrain.data.image_file import ImageFile, described, differences
 from hpctrain.data.loader import ArrayLoader, Loader, as_samples
 from hpctrain.data.pipeline import ImageSizes, Pipeline
@@ -35,15 +35,12 @@ from hpctrain.job.same_start import called_with, check_same_code, opened_file
 from hpctrain.job.session import StartedRank
 from hpctrain.launch.signals import SignalWatch
 from hpctrain.nn.layers import Layer
-from hpctrain.nn.network import Network
 from hpctrain.optim.base import Optimizer
-from hpctrain.optim.ema import EmaRule
-from hpctrain.parallel.parallel_plan import ParallelPlan
-from hpctrain.parallel.rank_graph import make_network
-from hpctrain.planner.job import Candidate
-from hpctrain.run.automatic_search import BestCandidate, Choice, named, optimizer_of
-from hpctrain.run.build import put_weights
-from hpctrain.run.data_cache import cache_of, give_levels
+from hpctrain.planner.search.configured_search import with_candidate
+from hpctrain.run.automatic_search import BestCandidate, Choice, optimizer_of
+from hpctrain.run.build import make_replica, put_weights
+from hpctrain.run.data_cache import give_levels
+from hpctrain.run.images import mixing_of
 from hpctrain.run.messages import set_progress
 from hpctrain.run.resume import read_together
 from hpctrain.storage import checkpoint
@@ -51,7 +48,6 @@ from hpctrain.storage.hdf5_store import ShardedTensors
 from hpctrain.training.metrics import Reporter
 from hpctrain.training.replica import BETWEEN, LoopState, Replica
 from hpctrain.training.saving import Saver, one_file, shards
-from hpctrain.training.weight_watch import CheckCadence
 
 
 def check_shape(shape: tuple[int, ...], replica: Replica) -> None:
@@ -67,16 +63,14 @@ def check_shape(shape: tuple[int, ...], replica: Replica) -> None:
         )
 
 
-def mixing_of(options: Mapping[str, float] | None, seed: int, replica: Replica) -> Mixing | None:
-    """Return the mixing of a loader's images; None without options.
+def loader_mixing(config: Config, replica: Replica) -> Mixing | None:
+    """Return the mixing of the images of a loader; None if images are not mixed.
 
     Raises:
-        ConfigError: an option is unknown, a value is out of range, or the backend does not support mixed labels.
+        ConfigError: the backend of the replica does not support mixed labels.
     """
-    if options is None:
-        return None
-    mixing = Mixing(**check_options(Mixing, "the mixing of images", options, reserved=("seed",)), seed=seed)
-    if mixing.mixes and not replica.network.kernels.arithmetic.on_host:
+    mixing = mixing_of(config)
+    if mixing is not None and not replica.network.kernels.arithmetic.on_host:
         raise ConfigError(
             'Backend "cuda" does not support mixed labels yet; leave mixing out, or use backend "onednn" or "numpy".'
         )
@@ -172,7 +166,6 @@ class LoopCheckpoints:
             self.finish()
 
 
-_AUTO = "auto"
 #: the address in the default repr of an object
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 #: names of a loader's files in messages
@@ -255,8 +248,8 @@ class Job(StartedRank):
         averager: Choice = "sharded",
         plan: Mapping[str, str] | str | None = None,
         tiles: tuple[int, int] | None = None,
-        micro_batches: Count = 1,
-        exact_shards: Count | None = None,
+        micro_batches: int = 1,
+        exact_shards: int | None = None,
         backend: str = "auto",
         dtype: str = "float32",
         precision: str = "float32",
@@ -264,7 +257,7 @@ class Job(StartedRank):
         label_smoothing: float = 0.0,
         class_weights: Sequence[float] = (),
         ema_decay: float | None = None,
-        checks_every_steps: CountFromZero = 10,
+        checks_every_steps: int = 10,
         on_nonfinite: str | Mapping[str, Any] = "stop",
         frozen: Sequence[str] = (),
     ) -> Replica:
@@ -300,25 +293,28 @@ class Job(StartedRank):
         arguments = dict(locals())
 
         def make() -> Replica:
-            check_types(Job.replica, arguments)
-            answer = _answer(on_nonfinite)
-            words = (backend, dtype, precision)
-            chosen = self.backends.get(words) or make_backend(*words, self.place)
-            loss = {"smoothing": label_smoothing, "class_weights": tuple(class_weights)}
-            return Replica(
-                self._network(model, image_shape, chosen, self._plan(plan, tiles), seed, loss, frozen),
-                groups=self.groups,
-                progress=self.progress,
-                strategy=self._strategy(averager),
-                optimizer=optimizer_of(optimizer),
-                nominal_batch=self.batch,
-                micro_batches=micro_batches,
-                exact_shards=exact_shards,
-                checks=CheckCadence(checks_every_steps, hint=_WRITTEN),
-                skips=answer.action == "skip",
-                ema=None if ema_decay is None else EmaRule(ema_decay),
-                loop=self._loop(answer.most),
+            config = keyword_config(Job.replica, REPLICA_KEYS, arguments, batch=self.batch)
+            if config.on_nonfinite.action == "rollback":
+                raise ConfigError(
+                    'on_nonfinite is "rollback", which a loop in Python must do itself; set "stop", catch DivergedError and '
+                    "`load` a checkpoint."
+                )
+            loop = LoopState(
+                self.progress.notes,
+                stop_asked=_asked_of(self.watch),
+                most_skips=config.on_nonfinite.most,
+                saver=self.checkpoints.saver,
             )
+            height, width, channels = image_shape
+            words = (config.backend, config.dtype, config.precision)
+            recipe = Recipe(
+                self._with_choice(config, [key for key in ("plan", "averager") if arguments[key] == AUTO]),
+                ImageFacts(((height, width, channels),), class_weights=tuple(class_weights)),
+                (self.grid.rows, self.grid.cols),
+                self.backends.get(words) or make_backend(*words, self.place),
+                Given(model, optimizer_of(optimizer)),
+            )
+            return make_replica(recipe, self, loop=loop, hint=_WRITTEN)
 
         return self._agreed(raise_on_all_ranks(self.world, make), arguments)
 
@@ -336,60 +332,28 @@ class Job(StartedRank):
         self.loops.append(replica.loop)
         return replica
 
-    def _network(
-        self,
-        model: Layer,
-        image_shape: tuple[int, int, int],
-        backend: Backend,
-        plan: ParallelPlan,
-        seed: int,
-        loss: Mapping[str, Any],
-        frozen: Sequence[str],
-    ) -> Network:
-        return make_network(
-            model,
-            image_shape,
-            backend.kernels,
-            groups=self.groups,
-            progress=self.progress,
-            plan=plan,
-            dtype=backend.dtype,
-            seed=seed,
-            **loss,
-            frozen=frozen,
-        )
+    def _with_choice(self, config: Config, sections: Sequence[str]) -> Config:
+        """Return the configuration with the choice of `start` for some of its sections.
 
-    def _loop(self, most_skips: int) -> LoopState:
-        notes, asked = self.progress.notes, _asked_of(self.watch)
-        return LoopState(notes, stop_asked=asked, most_skips=most_skips, saver=self.checkpoints.saver)
-
-    def _plan(self, plan: Mapping[str, str] | str | None, tiles: tuple[int, int] | None) -> ParallelPlan:
-        if isinstance(plan, str):
-            return self._chosen("plan", plan).plan
-        patterns = dict(plan or {})
-        default = patterns.pop("default", "batch")
-        return ParallelPlan(self.grid.rows, self.grid.cols, default, patterns, tiles)  # type: ignore[arg-type]
-
-    def _strategy(self, averager: Choice) -> Callable[[PlannedGroup], Strategy]:
-        if averager == _AUTO:
-            return self._chosen("averager", _AUTO).averager.strategy
-        return AveragerChoice(*named(averager)).strategy
-
-    def _chosen(self, argument: str, value: str) -> Candidate:
-        if value != _AUTO:
-            raise ConfigError(f'{argument} is {value!r}, but must be a mapping of patterns, or "auto".')
+        Raises:
+            ConfigError: `start` chose nothing.
+        """
+        if not sections:
+            return config
         if self.best is None:
             raise ConfigError(
-                f'{argument} is "auto", but `start` chose no plan; call it with automatic=Automatic(model, image_shape).'
+                f'{sections[0]} is "auto", but `start` chose no plan; call it with automatic=Automatic(model, image_shape).'
             )
-        return self.best.candidate
+        chosen = with_candidate(config, self.best.candidate)
+        keys = [*sections, *(["grid"] if "plan" in sections else [])]  # the plan of a grid has its tiles
+        return config.model_copy(update={key: getattr(chosen, key) for key in keys})
 
     def loader(
         self,
         replica: Replica,
         path: str | Path,
         *,
-        batch: Count | None = None,
+        batch: int | None = None,
         shuffle: bool = True,
         seed: int = 0,
         augment: Sequence[Choice] = (),
@@ -398,7 +362,7 @@ class Job(StartedRank):
         like: str | Path | None = None,
         validation: int | float | None = None,
         validation_of: Loader | None = None,
-        prefetch: CountFromZero = 2,
+        prefetch: int = 2,
         threads: Count = 1,
         cache: bool | Mapping[str, Any] = True,
     ) -> Loader:
@@ -430,10 +394,10 @@ class Job(StartedRank):
             ConfigError: `validation` is not a fraction or a number, an option of `augment`, `mixing` or `cache` is invalid,
                 `sizes` are out of order, the backend does not support mixed labels, or arguments differ between ranks.
         """
-        files = self._open(path, like, dict(locals()))
+        config, files = self._open(path, like, dict(locals()))
 
-        def make() -> tuple[Loader, CacheConfig]:
-            mixed, levels = mixing_of(mixing, seed, replica), cache_of(cache)
+        def make() -> Loader:
+            mixed = loader_mixing(config, replica)
             file, reference, notes = files[_FILE], files[_FILE], tuple[str, ...]()
             if like is not None:
                 reference = files[_LIKE]
@@ -441,9 +405,8 @@ class Job(StartedRank):
             _warn(self, *notes, *_data_differences(self, replica, like or path, described(reference)))
             _warn(self, *constant_metrics(file.labels, replica.network.classes, path) if shuffle else ())
             mean, std = np.array(reference.mean), np.array(reference.std)
-            pipeline = Pipeline(
-                [named(step) for step in augment], seed=seed, mean=mean, std=std, dtype=replica.network.parameter_dtype
-            )
+            steps = [(step.name, step.options) for step in config.data.augment]
+            pipeline = Pipeline(steps, seed=config.seed, mean=mean, std=std, dtype=replica.network.parameter_dtype)
             pipeline.share_out(threads)
             file.decode_by(threads)
             by_epoch = None if sizes is None else ImageSizes(tuple(sizes))
@@ -451,23 +414,22 @@ class Job(StartedRank):
                 check_shape(pipeline.output_shape(*file.shape), replica)
             else:
                 check_image_shapes(replica.network, by_epoch.shapes(pipeline, file.shape))
-            subset = _subset(files[_FILE], validation, validation_of, seed)
+            subset = _subset(files[_FILE], validation, validation_of, config.seed)
             samples = len(file) if subset is None else len(subset)
-            sampler = Sampler(samples, batch or self.batch, seed, shuffle, subset)
-            if validation_of is not None:  # the other loader's cache fills its memory with the same file
-                levels = levels.model_copy(update={"fill": "first_epoch"})
-            loader = Loader(
+            sampler = Sampler(samples, config.batch, config.seed, shuffle, subset)
+            return Loader(
                 *(file, sampler, pipeline),
                 **replica.place,
-                prefetch=prefetch,
+                prefetch=config.data.prefetch,
                 mixing=mixed,
                 sizes=by_epoch,
                 class_weights=replica.network.loss_spec.class_weights,
                 holds_out=validation is not None,
             )
-            return loader, levels
 
-        loader, levels = raise_on_all_ranks(self.world, make)
+        loader, levels = raise_on_all_ranks(self.world, make), config.data.cache
+        if validation_of is not None:  # the other loader's cache fills its memory with the same file
+            levels = levels.model_copy(update={"fill": "first_epoch"})
         give_levels(self, levels, [loader], auto_share=0.25, stop_requested=_asked_of(self.watch))
         return loader
 
@@ -477,7 +439,7 @@ class Job(StartedRank):
         images: np.ndarray,
         labels: np.ndarray,
         *,
-        batch: Count | None = None,
+        batch: int | None = None,
         shuffle: bool = True,
         seed: int = 0,
         mixing: Mapping[str, float] | None = None,
@@ -497,12 +459,12 @@ class Job(StartedRank):
         arguments = dict(locals())
 
         def make() -> tuple[ArrayLoader, Subject]:
-            check_types(Job.array_loader, arguments)
+            config = keyword_config(Job.array_loader, LOADER_KEYS, arguments, batch=self.batch)
             samples = as_samples(images, labels, replica.network.classes, replica.network.parameter_dtype)
             _warn(self, *constant_metrics(samples.labels, replica.network.classes, "job.array_loader") if shuffle else ())
             check_shape(samples.images.shape[1:], replica)
-            sampler = Sampler(len(samples.images), batch or self.batch, seed, shuffle)
-            mixed = mixing_of(mixing, seed, replica)
+            sampler = Sampler(len(samples.images), config.batch, config.seed, shuffle)
+            mixed = loader_mixing(config, replica)
             weights = replica.network.loss_spec.class_weights
             loader = ArrayLoader(samples.images, samples.labels, sampler, **replica.place, mixing=mixed, class_weights=weights)
             facts = samples.facts() if self.size > 1 else {}
@@ -512,22 +474,24 @@ class Job(StartedRank):
         compare(self.world, called_with("job.array_loader", arguments), arrays)
         return loader
 
-    def _open(self, path: str | Path, like: str | Path | None, arguments: Mapping[str, Any]) -> dict[str, ImageFile]:
-        """Check the arguments of a loader, and return its open files by their name in messages.
+    def _open(
+        self, path: str | Path, like: str | Path | None, arguments: Mapping[str, Any]
+    ) -> tuple[Config, dict[str, ImageFile]]:
+        """Return the configuration of a loader, and its open files by their name in messages.
 
         Files and arguments are compared between ranks. Collective.
         """
         paths = {_FILE: path} if like is None else {_FILE: path, _LIKE: like}
 
-        def opened() -> dict[str, ImageFile]:
-            check_types(Job.loader, arguments)
-            return {name: ImageFile.open(str(path_of(place))) for name, place in paths.items()}
+        def opened() -> tuple[Config, dict[str, ImageFile]]:
+            config = keyword_config(Job.loader, LOADER_KEYS, arguments, batch=self.batch)
+            return config, {name: ImageFile.open(str(path_of(place))) for name, place in paths.items()}
 
-        files = raise_on_all_ranks(self.world, opened)
+        config, files = raise_on_all_ranks(self.world, opened)
         if self.size > 1:
             given = {**arguments, "validation_of": arguments["validation_of"] is not None}
             compare(self.world, called_with("job.loader", given), *(opened_file(*item) for item in files.items()))
-        return files
+        return config, files
 
     def save(self, replica: Replica, path: str | Path, *, background: bool = False, **notes: Any) -> None:
         """Write parameters, statistics and optimiser state. The checkpoint is complete or absent, and can be read on any grid.
@@ -621,27 +585,6 @@ def _subset(file: ImageFile, validation: int | float | None, validation_of: Load
 def _asked_of(watch: SignalWatch | None) -> Callable[[], bool]:
     """Return a function that returns whether a signal has asked this rank to stop; always False if signals are not handled."""
     return watch.asked if watch is not None else lambda: False
-
-
-def _answer(on_nonfinite: str | Mapping[str, Any]) -> NonFiniteConfig:
-    """Return the handling of values that are not finite.
-
-    Raises:
-        ConfigError: the argument is invalid.
-    """
-    try:
-        answer = NonFiniteConfig.model_validate(on_nonfinite)
-    except ValidationError as error:
-        raise ConfigError(
-            f'on_nonfinite is {on_nonfinite!r}, but must be "stop", "skip", or {{"action": "skip", "most": 10}}, where most is 1 '
-            f"or more."
-        ) from error
-    if answer.action == "rollback":
-        raise ConfigError(
-            'on_nonfinite is "rollback", which a loop in Python must do itself; set "stop", catch DivergedError and `load` a '
-            "checkpoint."
-        )
-    return answer
 
 
 def _operations(replica: Replica) -> dict[str, str]:

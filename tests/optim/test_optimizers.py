@@ -505,12 +505,6 @@ def test_the_average_of_weights_needs_the_norms_of_its_optimiser() -> None:
     assert with_ema(Lamb(), rule).layer_norms
 
 
-@pytest.mark.parametrize("decay", [0.0, 1.0, -0.5, float("nan")])
-def test_a_decay_outside_its_range_is_refused(decay: float) -> None:
-    with pytest.raises(ConfigError, match=f"decay {decay} of the average of weights is outside"):
-        EmaRule(decay)
-
-
 @pytest.mark.parametrize(("kind", "option"), [(Sgd, "weight_decay"), (Adamw, "beta2")])
 def test_values_that_are_not_finite_are_refused(kind: Any, option: str) -> None:
     for value in (math.nan, math.inf):

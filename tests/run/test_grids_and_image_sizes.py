@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from hpctrain.assembly.faults import check_config
 from hpctrain.assembly.images import check_files, check_image_shapes, check_single_values, image_sizes, of_largest, size_faults
+from hpctrain.assembly.keywords import LOADER_KEYS, keyword_config
 from hpctrain.assembly.options import filled
 from hpctrain.assembly.recipe import Recipe, check_batch, columns
 from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
@@ -24,7 +25,7 @@ from hpctrain.config.schema import Config, ScheduleConfig
 from hpctrain.core.errors import ConfigError, DataError, ShapeError
 from hpctrain.data.loader import Share
 from hpctrain.data.pipeline import Pipeline
-from hpctrain.data.sampler import counts
+from hpctrain.data.sampler import Mixing, counts
 from hpctrain.data.writer import write_data_file
 from hpctrain.job.automatic_choice import Resolved
 from hpctrain.job.session import Session
@@ -34,7 +35,7 @@ from hpctrain.nn.network import Network
 from hpctrain.optim.schedules import SCHEDULES
 from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
 from hpctrain.run.build import build
-from hpctrain.run.python_job import check_shape, mixing_of
+from hpctrain.run.python_job import Job, loader_mixing
 from hpctrain.run.smoke import EPOCHS, STEPS, recipe_images, remove_run, short_schedule, shortened
 from hpctrain.training.passes import StatisticsSharing, micro_batches_of
 from tests.support import nets
@@ -343,22 +344,13 @@ def test_a_directory_is_removed_and_a_failure_to_do_so_is_reported(tmp_path: Pat
     assert "could not be deleted (No such file or directory)" in remove_run(run)
 
 
-def test_arguments_of_loaders_fit_the_replica() -> None:
-    replica, on_gpu = (
-        SimpleNamespace(network=SimpleNamespace(image_shape=(8, 8, 3), kernels=SimpleNamespace(arithmetic=arithmetic)))
-        for arithmetic in (SimpleNamespace(on_host=True), SimpleNamespace(on_host=False))
+def test_a_loader_mixes_images_only_on_the_host() -> None:
+    on_host, on_gpu = (
+        SimpleNamespace(network=SimpleNamespace(kernels=SimpleNamespace(arithmetic=SimpleNamespace(on_host=is_host))))
+        for is_host in (True, False)
     )
-    check_shape((8, 8, 3), replica)
-    with pytest.raises(ShapeError, match=r"Images have shape \(8, 9, 3\) .*, but the replica has image_shape \(8, 8, 3\)"):
-        check_shape((8, 9, 3), replica)
-    assert mixing_of(None, 3, replica) is None
-    assert mixing_of({"mixup": 0.2}, 3, replica).mixes
-    assert mixing_of({"mixup": 0.0}, 3, on_gpu) is not None
-    refused = (
-        ({"mixup": -1.0}, replica, "mixup"),
-        ({"blend": 1.0}, replica, "blend"),
-        ({"mixup": 0.2}, on_gpu, "leave mixing out"),
-    )
-    for options, of, words in refused:
-        with pytest.raises(ConfigError, match=words):
-            mixing_of(options, 3, of)
+    mixed = keyword_config(Job.loader, LOADER_KEYS, {"mixing": {"mixup": np.float32(0.5)}, "seed": 3})
+    assert loader_mixing(mixed, on_host) == Mixing(mixup=0.5, seed=3)
+    assert loader_mixing(keyword_config(Job.loader, LOADER_KEYS, {"mixing": {"mixup": 0}}), on_gpu) is None
+    with pytest.raises(ConfigError, match="leave mixing out"):
+        loader_mixing(mixed, on_gpu)
