@@ -1,17 +1,25 @@
-"""The engine's laws and its parts: order of posting, dependencies, windows, waits, polls, and the account of messages."""
+"""The engine's laws: order of posting, dependencies, windows, waits, threads, modes, accounts; handles and buffers of MPI."""
 
 from __future__ import annotations
 
 import random
+import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpctrain.comm.base import Complete, SingleCommunicator
-from hpctrain.comm.progress import MessageAccount, PostingQueue, ProgressEngine, Ticket
-from hpctrain.comm.waiting import MORE_RANKS_THAN_CORES, WaitPolicy
+from hpctrain.backend.cuda.device import DeviceArray
+from hpctrain.comm.base import Complete, SingleCommunicator, piece
+from hpctrain.comm.mpi import MpiBuffers, MpiHandle, dtype_char, not_empty
+from hpctrain.comm.progress import MessageAccount, PostingQueue, ProgressEngine, ProgressMode, Ticket
+from hpctrain.comm.waiting import MORE_RANKS_THAN_CORES, ProgressThread, WaitPolicy
 from hpctrain.core.errors import CommunicationTimeoutError
 from hpctrain.core.text import place
 from hpctrain.flight.recorder import FlightRecorder
@@ -488,3 +496,216 @@ def test_a_full_window_is_no_turn() -> None:
     engine.poll()
     delays = tracer.events().of(Category.DELAY)
     assert delays.start_ns.tolist() == [last_look - 10]
+
+
+PATIENCE_SECONDS = 20.0
+
+
+def _until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + PATIENCE_SECONDS
+    while not condition():
+        assert time.monotonic() < end, "the thread did nothing"
+        time.sleep(1e-4)
+
+
+class Counter:
+    def __init__(self) -> None:
+        self.passes = 0
+
+    def __call__(self) -> None:
+        self.passes += 1
+
+
+def test_the_progress_thread_polls_inside_its_block_only() -> None:
+    count, lock = Counter(), threading.RLock()
+    thread = ProgressThread(count, lock, interval_seconds=1e-5)
+    try:
+        for _ in range(20):
+            before = count.passes
+            time.sleep(1e-4)
+            assert count.passes == before
+            with thread:
+                _until(lambda before=before: count.passes > before + 2)
+    finally:
+        thread.close()
+
+
+def test_the_progress_thread_waits_for_the_lock() -> None:
+    count, lock = Counter(), threading.RLock()
+    thread = ProgressThread(count, lock, interval_seconds=1e-5)
+    with thread:
+        _until(lambda: count.passes > 0)
+        with lock:
+            before = count.passes
+            time.sleep(2e-3)
+            assert count.passes == before
+        _until(lambda: count.passes > before)
+    thread.close()
+
+
+def test_what_it_raises_is_raised_at_the_end_of_the_block() -> None:
+    failed = threading.Event()
+
+    def fail() -> None:
+        failed.set()
+        raise OSError("the wire is cut")
+
+    thread = ProgressThread(fail, threading.RLock())
+    with pytest.raises(OSError, match="the wire is cut"), thread:
+        assert failed.wait(PATIENCE_SECONDS)
+    thread.close()
+
+
+class Slow:
+    """Complete at the n-th test by any thread; remembers the threads that did."""
+
+    def __init__(self, tests: int) -> None:
+        self.left = tests
+        self.threads: set[str] = set()
+
+    def test(self) -> bool:
+        self.threads.add(threading.current_thread().name)
+        self.left -= 1
+        return self.left <= 0
+
+
+def test_messages_move_while_the_program_computes_but_complete_only_when_it_looks() -> None:
+    engine = _engine()
+    engine.start_thread()
+    queue = engine.queue(SingleCommunicator())
+    handle, started = Slow(10), []
+    first = queue.post(lambda: handle, "first")
+
+    def start_second() -> Slow:
+        started.append(threading.current_thread())
+        return Slow(1)
+
+    second = queue.post(start_second, "second", after=[first])
+    with engine.computing():
+        _until(lambda: handle.left <= 0)
+        assert not first.done  # the program has not looked
+        assert not started
+    engine.wait(second)
+    assert first.done
+    assert started == [threading.current_thread()]
+    assert "hpctrain-progress" in handle.threads
+    engine.stop_thread()
+
+
+def test_without_a_thread_computing_changes_nothing() -> None:
+    engine = _engine()
+    handle = Slow(2)
+    ticket = engine.queue(SingleCommunicator()).post(lambda: handle, "alone")
+    with engine.computing():
+        time.sleep(1e-3)
+    assert handle.left == 1
+    engine.operator_done()
+    assert ticket.done
+
+
+def test_where_progress_is_left_to_the_transport_operators_do_not_poll() -> None:
+    engine = _engine()
+    engine.polls_between_operators = False
+    handle = Slow(2)
+    ticket = engine.queue(SingleCommunicator()).post(lambda: handle, "alone")
+    engine.operator_done()
+    assert not ticket.done
+    engine.wait(ticket)
+    assert ticket.done
+
+
+def test_queues_of_one_name_are_distinguished() -> None:
+    engine = _engine()
+    comms = [SingleCommunicator("column"), SingleCommunicator("row"), SingleCommunicator("column")]
+    names = [engine.queue(comm).name for comm in comms]
+    assert names == ["column", "row", "column 2"]
+    assert list(engine.communicators().values()) == comms
+
+
+NONE, TEST, THREAD = ProgressMode.NONE, ProgressMode.TEST, ProgressMode.THREAD
+
+
+def test_a_mode_is_applied_and_taken_back() -> None:
+    engine = _engine()
+    engine.set_mode(NONE)
+    assert not engine.polls_between_operators
+    engine.set_mode(THREAD)
+    assert engine.polls_between_operators
+    block = engine.computing()
+    engine.set_mode(THREAD)
+    assert engine.computing() is block  # one thread, not two
+    engine.set_mode(TEST)
+    assert engine.polls_between_operators
+    assert engine.computing() is not block
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> _Clock:
+    scripted = _Clock()
+    monkeypatch.setattr("hpctrain.comm.mpi.time.perf_counter_ns", scripted)
+    monkeypatch.setattr(MpiHandle, "_shortest_ns", 400)
+    return scripted
+
+
+class TimedRequest:
+    """Moves data in its first calls, and in none after them."""
+
+    def __init__(self, clock: _Clock, moving: int) -> None:
+        self._clock, self._moving, self.calls = clock, moving, 0
+
+    def Test(self) -> bool:
+        self.calls += 1
+        self._clock.now += 5_000 if self.calls <= self._moving else 1_500
+        return False
+
+
+@pytest.mark.parametrize(("moving", "calls"), [(0, 1), (1, 2), (5, 6), (200, 64)])
+def test_a_test_calls_mpi_while_data_moves(clock: _Clock, moving: int, calls: int) -> None:
+    """With a single call, the link would idle during the next operator; calls without end would stop the program."""
+    request = TimedRequest(clock, moving)
+    assert not MpiHandle(request, "allgather").test()
+    assert request.calls == calls
+
+
+NAMES = ("FLOAT", "DOUBLE", "INT32_T", "INT64_T", "UINT8_T", "UINT16_T")
+
+
+def _buffers() -> MpiBuffers:
+    library: Any = SimpleNamespace(**{name: name for name in NAMES})
+    library.buffer = SimpleNamespace(fromaddress=lambda address, size: (address, size))
+    return MpiBuffers(library)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "name"),
+    [("float32", "FLOAT"), ("float64", "DOUBLE"), ("uint8", "UINT8_T"), ("bfloat16", "UINT16_T")],
+)
+def test_arrays_of_a_device_are_addresses(dtype: str, name: str) -> None:
+    array = DeviceArray(4096, (3, 2), dtype, None)
+    assert _buffers().whole(array) == ((4096, array.nbytes), name)
+    assert _buffers().whole(array.reshape(-1)[2:4])[0] == (4096 + 2 * array.itemsize, 2 * array.itemsize)
+
+
+def test_arrays_of_the_host_are_themselves() -> None:
+    for dtype, name in (("int32", "INT32_T"), ("int64", "INT64_T"), ("uint16", "UINT16_T")):
+        array = np.zeros(3, dtype)
+        assert _buffers().whole(array) == (array, name) or _buffers().whole(array)[0] is array
+    with pytest.raises(AssertionError, match="C-contiguous"):
+        _buffers().whole(np.zeros((3, 2), np.float32)[:, 0])
+
+
+def test_pieces() -> None:
+    array = np.arange(6.0)
+    _, (counts, places), datatype = _buffers().others_parts(array, [1, 3, 2], 1)
+    assert (counts, places, datatype) == ([1, 0, 2], [0, 1, 4], "DOUBLE")
+    np.testing.assert_array_equal(piece(array, [1, 3, 2], 1), [1.0, 2.0, 3.0])
+    assert piece(DeviceArray(64, (6,), "float32", None), [1, 3, 2], 2).pointer == 64 + 16
+
+
+def test_an_empty_buffer_begins_where_no_other_does() -> None:
+    array = np.zeros(4)
+    assert not_empty(array) is array
+    for empty in (array[:0], DeviceArray(64, (0,), "bfloat16", None)):
+        other = not_empty(empty)
+        assert (other.size, dtype_char(other)) == (0, dtype_char(empty))
+        assert other.ctypes.data != array.ctypes.data
