@@ -286,27 +286,21 @@ def _measure(monkeypatch: pytest.MonkeyPatch, link: LinkModel) -> None:
     monkeypatch.setattr(averagers, "calibrate", lambda comm, progress: link)
 
 
-def _first(strategy: str, ranks: int, steps: range) -> list[StoredRun]:
+def _part(strategy: str, ranks: int, steps: range, first: StoredRun | None = None) -> list[StoredRun]:
+    """Some steps, from the start or from where another run has ended."""
+
     def program(comm: ThreadCommunicator) -> StoredRun:
-        averager = _averager_of_layers(strategy, comm)
-        _run(averager, steps)
-        state = [averager.full_state(parameter) for parameter in averager.group.parameters.values()]
-        assert averager.schedule is not None
-        return averager.group.data.copy(), state, averager.schedule.to_json(), averager.counters()
-
-    return run_virtual(ranks, program)
-
-
-def _second(strategy: str, ranks: int, steps: range, first: StoredRun, stored: bool) -> list[StoredRun]:
-    def program(comm: ThreadCommunicator) -> StoredRun:
-        averager = _averager_of_layers(strategy, comm, stored=CollectiveSchedule.from_json(first[2]) if stored else None)
-        averager.group.data[...] = first[0]
-        for parameter, state in zip(averager.group.parameters.values(), first[1], strict=True):
-            averager.load_state(parameter, state)
-        averager.load_counters(first[3])
+        averager = _averager_of_layers(strategy, comm, stored=None if first is None else CollectiveSchedule.from_json(first[2]))
+        parameters = averager.group.parameters.values()
+        if first is not None:
+            averager.group.data[...] = first[0]
+            for parameter, state in zip(parameters, first[1], strict=True):
+                averager.load_state(parameter, state)
+            averager.load_counters(first[3])
         _run(averager, steps)
         assert averager.schedule is not None
-        return averager.group.data.copy(), [], averager.schedule.to_json(), averager.counters()
+        states = [averager.full_state(parameter) for parameter in parameters]
+        return averager.group.data.copy(), states, averager.schedule.to_json(), averager.counters()
 
     return run_virtual(ranks, program)
 
@@ -318,10 +312,10 @@ def _second(strategy: str, ranks: int, steps: range, first: StoredRun, stored: b
 def test_resume_is_bitwise_whatever_is_measured(monkeypatch: pytest.MonkeyPatch, strategy: str, ranks: int, stop: int) -> None:
     monkeypatch.setattr(slicing, "RULE_LINK", FAST)  # several slices of these few parameters
     _measure(monkeypatch, FAST)
-    through = _first(strategy, ranks, range(12))
-    first = _first(strategy, ranks, range(stop))[0]
+    through = _part(strategy, ranks, range(12))
+    first = _part(strategy, ranks, range(stop))[0]
     _measure(monkeypatch, SLOW)
-    second = _second(strategy, ranks, range(stop, 12), first, stored=True)
+    second = _part(strategy, ranks, range(stop, 12), first)
     for (ours, _, schedule, counters), (theirs, _, _, expected) in zip(second, through, strict=True):
         assert counters == expected
         assert CollectiveSchedule.from_json(schedule).slices == CollectiveSchedule.from_json(first[2]).slices
@@ -337,10 +331,10 @@ def test_an_order_not_yet_measured_is_measured_after_the_resume(monkeypatch: pyt
         return FAST
 
     _measure(monkeypatch, FAST)
-    first = _first("sharded", 2, range(stop))[0]
+    first = _part("sharded", 2, range(stop))[0]
     assert CollectiveSchedule.from_json(first[2]).timed is (stop > 5)
     monkeypatch.setattr(averagers, "calibrate", calibrate)
-    assert CollectiveSchedule.from_json(_second("sharded", 2, range(stop, 12), first, stored=True)[0][2]).timed
+    assert CollectiveSchedule.from_json(_part("sharded", 2, range(stop, 12), first)[0][2]).timed
     assert bool(measured) is (stop <= 5)
 
 
@@ -365,7 +359,7 @@ def test_what_is_measured_changes_no_bit_by_default(monkeypatch: pytest.MonkeyPa
     for seed, link in enumerate((FAST, SLOW, LinkModel(1e-7, 1e-6), LinkModel(0.0, 0.0))):
         _measure(monkeypatch, link)
         _measure_times(monkeypatch, 10 * seed)
-        ended.append(_first(strategy, 3, range(9))[0])
+        ended.append(_part(strategy, 3, range(9))[0])
     schedules = [CollectiveSchedule.from_json(each[2]) for each in ended]
     assert len(schedules[0].slices) > 2 or strategy == "priority"
     for (data, state, *_), schedule in zip(ended, schedules, strict=True):

@@ -290,6 +290,10 @@ def test_of_a_compressed_slice_only_messages_cross_nodes(nodes: int, per_node: i
     assert traffic.gather_seconds(piece, SLOW_LINK) == pytest.approx(within)
 
 
+#: by layer: its elements, and two times
+LAYERS = st.lists(st.tuples(st.integers(1, 10**6), st.floats(0, 2), st.floats(0, 1)), min_size=1, max_size=12)
+
+
 def _slices(sizes: list[int]) -> list[Slice]:
     starts = np.concatenate([[0], np.cumsum(sizes)])
     return [Slice(f"l{k}", int(starts[k]), int(starts[k + 1]), k, (f"l{k}",)) for k in range(len(sizes))]
@@ -299,10 +303,7 @@ def _traffic(slices: list[Slice], ranks: int = 2, norms: Sequence[range] = ()) -
     return SliceTraffic(slices, ranks, item_bytes=4, batch=8, norms=norms)
 
 
-@given(
-    st.lists(st.tuples(st.integers(1, 10**6), st.floats(0, 2), st.floats(0, 1)), min_size=1, max_size=12),
-    st.sampled_from([front_first, reductions_first]),
-)
+@given(LAYERS, st.sampled_from([front_first, reductions_first]))
 def test_every_slice_is_reduced_then_gathered_once(layers: list[tuple[int, float, float]], urgency: object) -> None:
     slices = _slices([size for size, _, _ in layers])
     ready = {f"l{k}": at for k, (_, at, _) in enumerate(layers)}
@@ -335,7 +336,7 @@ def test_gathers_run_into_gradients_where_that_exposes_less() -> None:
     assert loose.stall_seconds() < strict.stall_seconds()
 
 
-@given(st.lists(st.tuples(st.integers(1, 10**6), st.floats(0, 2), st.floats(0, 1)), min_size=1, max_size=12))
+@given(LAYERS)
 def test_the_best_order_stalls_no_longer_than_the_strict_one(layers: list[tuple[int, float, float]]) -> None:
     slices = _slices([size for size, _, _ in layers])
     ready = {f"l{k}": at for k, (_, at, _) in enumerate(layers)}
@@ -385,11 +386,7 @@ def test_late_sums_let_gathers_of_front_layers_go_first() -> None:
     assert late == [(1, False), (0, False), (0, True), (1, True)]
 
 
-@given(
-    st.lists(st.tuples(st.integers(1, 10**6), st.floats(0, 2), st.floats(0, 1)), min_size=1, max_size=12),
-    st.sampled_from([front_first, reductions_first]),
-    st.integers(1, 12),
-)
+@given(LAYERS, st.sampled_from([front_first, reductions_first]), st.integers(1, 12))
 def test_on_two_streams_every_gather_stands_after_all_that_it_needs(
     layers: list[tuple[int, float, float]], urgency: Urgency, together: int
 ) -> None:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hpctrain.averaging import slicing
 from hpctrain.averaging.allreduce import AllreduceStrategy
 from hpctrain.averaging.averagers import AveragerChoice, check_same_schedule
-from hpctrain.averaging.base import PlannedGroup
+from hpctrain.averaging.base import PlannedGroup, Strategy
 from hpctrain.averaging.collective_schedule import (
     ALL_SLICES,
     CollectiveSchedule,
@@ -271,11 +271,18 @@ def test_a_schedule_covers_every_slice_once(strategy: str) -> None:
         assert covered == (list(range(len(schedule.slices))) if norms is not NormsNeeded.NONE else [])
 
 
-@pytest.mark.parametrize(("kind", "size"), [(Sharded, "bucket_bytes"), (Priority, "slice_parameters")])
-def test_orders_from_other_times_have_the_same_groups(kind: type[Sharded | Priority], size: str) -> None:
+def _in_slices(kind: type[Strategy], norms: NormsNeeded, size: int, exchange: str = "never") -> ReduceScatterStrategy:
+    """The strategy on three ranks; size: of slices, in bytes or elements."""
+    sizes = {"bucket_bytes" if kind is Sharded else "slice_parameters": size}
+    strategy = planned(kind, make_group(), 3, norms_needed=norms, fc_exchange=exchange, **sizes)
+    assert isinstance(strategy, ReduceScatterStrategy)
+    return strategy
+
+
+@pytest.mark.parametrize("kind", [Sharded, Priority])
+def test_orders_from_other_times_have_the_same_groups(kind: type[ReduceScatterStrategy]) -> None:
     """So the lengths of messages, which decide what is added first, repeat in every run."""
-    strategy = planned(kind, make_group(), 3, norms_needed=NormsNeeded.LAYER, fc_exchange="never", **{size: 8})
-    assert isinstance(strategy, Sharded | Priority)
+    strategy = _in_slices(kind, NormsNeeded.LAYER, 8)
     first = strategy.plan(None)
     assert len(covered_slices(first)) > 1
     random = np.random.default_rng(3)
@@ -334,9 +341,7 @@ LINK = LinkModel(1e-6, 1e-8)
 @pytest.mark.parametrize("kind", [Sharded, Priority])
 def test_an_order_from_measured_times_keeps_slices_and_operations(kind: type[ReduceScatterStrategy], norms: NormsNeeded) -> None:
     group = make_group()
-    size = "bucket_bytes" if kind is Sharded else "slice_parameters"
-    strategy = planned(kind, group, 3, norms_needed=norms, fc_exchange="always", **{size: 16})
-    assert isinstance(strategy, ReduceScatterStrategy)
+    strategy = _in_slices(kind, norms, 16, "always")
     first = strategy.plan(LINK)
     at = {name: float(place) for place, (name, parameter) in enumerate(group.parameters.items()) if parameter.size}
     again = strategy.replan(first, Times(at, {name: 1 + seconds for name, seconds in at.items()}, at, 12.0), LINK)
@@ -373,9 +378,7 @@ def test_norms_of_layers_let_gathers_go_under_backward(kind: type[ReduceScatterS
     """Each gather stands after the norms of its parameters; those of everything stand before all gathers."""
     under_backward = {}
     for norms in NormsNeeded:
-        size = {"bucket_bytes" if kind is Sharded else "slice_parameters": 8}
-        strategy = planned(kind, make_group(), 3, norms_needed=norms, fc_exchange="never", **size)
-        assert isinstance(strategy, ReduceScatterStrategy)
+        strategy = _in_slices(kind, norms, 8)
         names = [name for name, parameter in make_group().parameters.items() if parameter.size]
         ready = {name: float(len(names) - place) for place, name in enumerate(names)}
         free = {name: at + 0.1 for name, at in ready.items()}

@@ -13,17 +13,11 @@ import numpy as np
 import pytest
 
 from hpctrain.averaging import top_k
-from hpctrain.averaging import top_k as selection
 from hpctrain.averaging.base import GradientAverager, Strategy, for_holders
 from hpctrain.averaging.collective_schedule import CollectiveSchedule, OperationKind
 from hpctrain.averaging.slicing import Compression
 from hpctrain.averaging.strategies.sharded import Sharded
-from hpctrain.averaging.strategies.sparse import (
-    Sparse,
-    SparsePart,
-    SparseSettings,
-    sparse_pays,
-)
+from hpctrain.averaging.strategies.sparse import Sparse, SparsePart, SparseSettings, sparse_pays
 from hpctrain.averaging.top_k import Band, Selection, TopK, kept_at
 from hpctrain.comm.link import LinkModel
 from hpctrain.optim.base import Optimizer
@@ -61,11 +55,7 @@ def _optimizer() -> Optimizer:
 
 
 def _trained(
-    nodes: Sequence[int],
-    seed: int | None,
-    steps: int = 9,
-    optimizer: Callable[[], Optimizer] = _optimizer,
-    **options: Any,
+    nodes: Sequence[int], seed: int | None, steps: int = 9, optimizer: Callable[[], Optimizer] = _optimizer, **options: Any
 ) -> list[tuple[np.ndarray, CollectiveSchedule]]:
     def program(comm: ThreadCommunicator) -> tuple[np.ndarray, CollectiveSchedule]:
         given = {**OPTIONS, **options}
@@ -453,7 +443,7 @@ DTYPES = ["float32", "float64"]
 def limits(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """The limits as they are partition arrays of a few thousand elements; small ones sample them and count."""
     if request.param == "small":
-        monkeypatch.setattr(selection, "_BLOCK", 64)
+        monkeypatch.setattr(top_k, "_BLOCK", 64)
         monkeypatch.setattr(top_k, "_SMALL_SIZE", 0)
         monkeypatch.setattr(top_k, "_SPARE_CANDIDATES", 5)
         monkeypatch.setattr(top_k, "_SAMPLE_STRIDE", 7)
@@ -633,7 +623,7 @@ def test_a_call_takes_memory_for_a_block_alone() -> None:
     finally:
         tracemalloc.stop()
     assert kept < 10_000
-    assert peak < 2 * 8 * selection._BLOCK + 10_000
+    assert peak < 2 * 8 * top_k._BLOCK + 10_000
 
 
 @pytest.mark.parametrize(
@@ -663,7 +653,7 @@ def arrays_about_a_block(dtype: str) -> list[np.ndarray]:
 
 @pytest.fixture
 def small_selections(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(selection, "_BLOCK", 16)
+    monkeypatch.setattr(top_k, "_BLOCK", 16)
 
 
 def magnitudes(values: np.ndarray, passes: Selection) -> np.ndarray:

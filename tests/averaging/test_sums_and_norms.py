@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import numpy as np
 import pytest
@@ -197,12 +196,8 @@ def test_the_norms_of_all_groups_are_one_message_a_step_if_they_are_needed(optim
 SIZES = (3, 5 * NORM_BLOCK + 7, 0, 40, 2 * NORM_BLOCK - 50, NORM_BLOCK)
 
 
-def _nothing(*arguments: Any) -> np.ndarray:
-    return np.zeros(0)
-
-
 def _group() -> FlatGroup:
-    specs = {f"p{i}": ParameterSpec((size,), _nothing) for i, size in enumerate(SIZES)}
+    specs = {f"p{i}": ParameterSpec((size,), lambda random, shape: np.zeros(shape)) for i, size in enumerate(SIZES)}
     group = FlatGroup(specs, "float64")
     random = np.random.default_rng(0)
     for flat in (group.data, group.grad):

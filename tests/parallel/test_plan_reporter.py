@@ -65,16 +65,8 @@ MIXED = {
 
 def task_of(name: str, plan: ParallelPlan, batch: int = 5) -> Task:
     model, options, pixels = MODELS[name]
-    return Task(
-        model=partial(catalogue.build, model, options),
-        kernels=NumpyKernelSet(),
-        optimizer=partial(Sgd),
-        image_shape=(pixels, pixels - 2, 3),
-        samples=batch,
-        batch=batch,
-        steps=1,
-        plan=plan,
-    )
+    make, shape = partial(catalogue.build, model, options), (pixels, pixels - 2, 3)
+    return Task(make, NumpyKernelSet(), Sgd, shape, samples=batch, batch=batch, steps=1, plan=plan)
 
 
 def description_of(task: Task, *, memory: bool = False) -> PlanReport:

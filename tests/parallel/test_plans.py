@@ -33,14 +33,7 @@ from hpctrain.nn.layers import Conv2d, Flatten, Layer, Linear, ReLU, Residual, S
 from hpctrain.optim.optimizers import Sgd
 from hpctrain.parallel import layout
 from hpctrain.parallel.layout import Layout, LayoutKind, local_window, receptive_field, window_receptive_field
-from hpctrain.parallel.moves import (
-    NothingSpec,
-    PartialMeanSpec,
-    RedistributeSpec,
-    ReduceScatterSpec,
-    transfer,
-    unused_group,
-)
+from hpctrain.parallel.moves import NothingSpec, PartialMeanSpec, RedistributeSpec, ReduceScatterSpec, transfer, unused_group
 from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
 from hpctrain.parallel.partition_graph import PartitionedGraph, partition_graph
 from hpctrain.parallel.rank_graph import LocalGraph, local_graphs, training_plan, whole_graph

@@ -158,12 +158,7 @@ def test_lazy_starts_with_empty_sums_where_others_kept_none(rows: int, cols: int
 
 
 @pytest.mark.parametrize(
-    "other",
-    [
-        Blocking,
-        STRATEGIES["sharded"],
-        partial(Lazy, options=LazyOptions(layers=1, bucket_bytes=512)),
-    ],
+    "other", [Blocking, STRATEGIES["sharded"], partial(Lazy, options=LazyOptions(layers=1, bucket_bytes=512))]
 )
 def test_gradients_that_lazy_has_added_up_are_never_dropped(other: StrategyFactory) -> None:
     random = np.random.default_rng(0)
@@ -217,10 +212,7 @@ def _held(content: CheckpointContent) -> dict[str, np.ndarray]:
 
 @pytest.mark.sample(1)
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("net", "rows", "cols", "default"),
-    [("plain", 1, 2, _B), ("plain", 2, 2, _M), ("narrow", 3, 1, _M)],
-)
+@pytest.mark.parametrize(("net", "rows", "cols", "default"), [("plain", 1, 2, _B), ("plain", 2, 2, _M), ("narrow", 3, 1, _M)])
 def test_a_resume_of_lazy_is_bitwise_at_any_step(net: str, rows: int, cols: int, default: Parallelism) -> None:
     """With several groups of parameters, too, and where ranks hold nothing of a layer; whether or not a checkpoint was taken."""
     model = {**NETS, "narrow": partial(nets.narrow, 5)}[net]
@@ -256,18 +248,23 @@ def test_a_resume_of_lazy_is_bitwise_at_any_step(net: str, rows: int, cols: int,
         assert sum(kept_back) > 3
 
 
+def with_held_gradients(comm: ThreadCommunicator, strategy: StrategyFactory) -> Replica:
+    """A replica on one of three ranks, whose gradients that are kept back are random numbers."""
+    trained = replica(comm, nets.plain(), ParallelPlan(1, 3), strategy)
+    random = np.random.default_rng(comm.rank)
+    for averager in trained.averagers.values():
+        for values in averager.held_gradients().values():
+            values[...] = random.standard_normal(values.shape)
+    return trained
+
+
 def test_each_holder_gets_back_its_own_and_others_the_sum() -> None:
     """Gradients of every holder are in a checkpoint; split layers are whole there, and go to another grid."""
     model = nets.plain()
     strategy = _lazy(99)
 
     def filled(comm: ThreadCommunicator) -> CheckpointContent:
-        trained = replica(comm, model, ParallelPlan(1, 3), strategy)
-        random = np.random.default_rng(comm.rank)
-        for averager in trained.averagers.values():
-            for values in averager.held_gradients().values():
-                values[...] = random.standard_normal(values.shape)
-        return taken(trained)
+        return taken(with_held_gradients(comm, strategy))
 
     content = run_virtual(3, filled)[0]
     assert all(values.shape[0] == 3 for values in _held(content).values())
@@ -566,9 +563,6 @@ def test_what_ranks_keep_back_is_each_ones_own(tmp_path: Path) -> None:
 
 
 def _lazy_on_three_ranks(comm: ThreadCommunicator, path: Path, strategy: StrategyFactory) -> CheckpointContent:
-    trained = replica(comm, nets.plain(), plan_of(1, 3), strategy)
-    for averager in trained.averagers.values():
-        for gradients in averager.held_gradients().values():
-            gradients[...] = np.random.default_rng(comm.rank).standard_normal(gradients.shape)
+    trained = with_held_gradients(comm, strategy)
     write_shards(comm, trained, POSITION, path)
     return trained.state(POSITION, {"ranks": 1}, copied=True)

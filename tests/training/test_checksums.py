@@ -36,13 +36,7 @@ from hpctrain.training.state_hashes import (
     hash_of_all,
     state_hashes,
 )
-from hpctrain.training.weight_watch import (
-    AgreedChecksums,
-    CheckCadence,
-    Checksums,
-    RankReport,
-    difference,
-)
+from hpctrain.training.weight_watch import AgreedChecksums, CheckCadence, Checksums, RankReport, difference
 from hpctrain_testing.emulator.device import EmulatedDevice
 from hpctrain_testing.virtual.communicator import ThreadCommunicator
 from hpctrain_testing.virtual.run import run_virtual, virtual_engine

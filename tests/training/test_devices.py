@@ -164,14 +164,8 @@ SINGLE_RANK_OPTIMIZERS: list[Callable[[], Optimizer]] = [
 
 def _single_rank_task(seed: int) -> Task:
     """All pairs of a model, a strategy and an optimiser within 40 seeds; one to three micro-batches."""
-    return Task(
-        SINGLE_RANK_MODELS[seed % 2],
-        NumpyKernelSet(),
-        SINGLE_RANK_OPTIMIZERS[seed // 2 % 4],
-        steps=STEPS,
-        micro_batches=1 + seed % 3,
-        smoothing=0.1,
-    )
+    model, optimizer = SINGLE_RANK_MODELS[seed % 2], SINGLE_RANK_OPTIMIZERS[seed // 2 % 4]
+    return Task(model, NumpyKernelSet(), optimizer, steps=STEPS, micro_batches=1 + seed % 3, smoothing=0.1)
 
 
 def _replica(task: Task, kernels: KernelSet, strategy: StrategyFactory) -> Replica:
@@ -323,15 +317,8 @@ def _train_on_images(
 ) -> _Training:
     """Batches of 8, 8 and 5 samples in two micro-batches each; after the first epoch memory is sealed."""
     pipeline = Pipeline(SPECS[specs], 3, file.mean, file.std, parameter_dtype(dtype))
-    task = Task(
-        nets.residual if specs == "a resize" else partial(nets.plain, dropout=0.3),
-        kernels,
-        partial(Sgd, momentum=0.9),
-        image_shape=pipeline.output_shape(*SHAPE),
-        dtype=dtype,
-        batch=BATCH,
-        micro_batches=2,
-    )
+    model, shape = nets.residual if specs == "a resize" else partial(nets.plain, dropout=0.3), pipeline.output_shape(*SHAPE)
+    task = Task(model, kernels, partial(Sgd, momentum=0.9), shape, dtype=dtype, batch=BATCH, micro_batches=2)
     replica = replica_of(task, *lone_rank(), Sharded)
     loader = Loader(file, Sampler(SAMPLES, BATCH, 5), pipeline, **replica.place, leaves_pixels=leaves_pixels)
     device = kernels.runtime.device if isinstance(kernels, CudaKernelSet) else EmulatedDevice()
@@ -431,10 +418,7 @@ SPLIT_STRATEGIES: list[tuple[type, dict[str, Any]]] = [
     (Blocking, {}),
 ]
 #: with many small messages, by seed
-PRESSING: dict[int, tuple[type, dict[str, Any]]] = {
-    3: (Priority, {"slice_parameters": 100}),
-    7: (Sharded, {"bucket_bytes": 400}),
-}
+PRESSING: dict[int, tuple[type, dict[str, Any]]] = {3: (Priority, {"slice_parameters": 100}), 7: (Sharded, {"bucket_bytes": 400})}
 
 
 def plan_of(model: str, kind: str, rows: int, cols: int) -> ParallelPlan:

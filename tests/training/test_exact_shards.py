@@ -217,14 +217,8 @@ def test_an_evaluation_has_the_bits_of_one_rank(flip: bool) -> None:
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
-        (
-            {"exact_shards": 8},
-            "exact.shards is 8, which 3 ranks cannot share evenly; start a number of ranks that divides it, or set .* 9",
-        ),
-        (
-            {"exact_shards": 2},
-            "exact.shards is 2, which 3 ranks cannot share evenly; start a number of ranks that divides it, or set .* 3",
-        ),
+        ({"exact_shards": 8}, "exact.shards is 8, which 3 ranks cannot share evenly; .*, or set .* 9"),
+        ({"exact_shards": 2}, "exact.shards is 2, which 3 ranks cannot share evenly; .*, or set .* 3"),
         ({"exact_shards": 0}, "must be at least 1"),
         ({"model": nets.residual}, "bn1 computes batch statistics over all ranks"),
         ({"plan": ParallelPlan(3, 1, Parallelism.DOMAIN)}, "grid.rows is 3, but exact does not support ranks that share samples"),

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any
+from unittest.mock import ANY, call, create_autospec
 
 import numpy as np
 import pytest
@@ -115,43 +116,21 @@ def test_nothing_in_brackets_is_taken_for_markup(directory: RunDirectory) -> Non
     assert output.getvalue() == "run directory runs/[bold]x\n"
 
 
-class Written(Reporter):
-    """Writes down what it receives."""
-
-    def __init__(self) -> None:
-        self.calls: list[tuple] = []
-
-    def start(self, epochs, samples_per_epoch, done_samples, last_sample) -> None:
-        self.calls.append(("start", epochs))
-
-    def step(self, epoch, step, sums, lr, images_per_second) -> None:
-        self.calls.append(("step", step, sums.count, lr))
-
-    def flush(self) -> None:
-        self.calls.append(("flush",))
-
-    def record(self, kind, values) -> None:
-        self.calls.append(("record", kind, values["step"]))
-
-    def say(self, text) -> None:
-        self.calls.append(("say", text))
-
-    def close(self) -> None:
-        self.calls.append(("close",))
-
-
 def test_other_reporters_receive_the_same_and_are_closed_once(directory: RunDirectory) -> None:
-    others = [Written(), Written()]
+    others = [create_autospec(Reporter, instance=True) for _ in range(2)]
     _run(directory, Console(file=io.StringIO()), interval_seconds=1e9, others=others, style="none")
-    steps = [("step", 1, 4, 0.1), ("step", 2, 8, 0.1), ("step", 3, 12, 0.1)]
-    end = [("record", "interval", 3), ("flush",), ("record", "epoch", 3), ("close",)]
-    assert others[0].calls == others[1].calls == [("start", 2), ("record", "interval", 1), *steps, *end]
+    steps = [call.step(1, step, RunningSums(5.0 * step, 2 * step, 3 * step, 4 * step), 0.1, 1234.0) for step in (1, 2, 3)]
+    for other in others:
+        assert other.mock_calls == [
+            call.start(2, 20, 0, 40), call.record("interval", ANY), *steps,
+            call.record("interval", ANY), call.flush(), call.record("epoch", ANY), call.close(),
+        ]  # fmt: skip
     recorded = [(line["kind"], line["step"]) for line in directory.metrics() if line["kind"] != "start"]
-    assert recorded == [call[1:] for call in others[0].calls if call[0] == "record"]
-    silent, said = Reporter(), Written()
+    assert recorded == [(kind, values["step"]) for kind, values in (one.args for one in others[0].record.mock_calls)]
+    silent, said = Reporter(), create_autospec(Reporter, instance=True)
     reporter = ConsoleReporter(directory, console=Console(file=io.StringIO()), others=[silent, said])
     reporter.say("a line")
-    assert said.calls == [("say", "a line")]
+    assert said.mock_calls == [call.say("a line")]
 
 
 def _frames(output: io.StringIO) -> list[str]:

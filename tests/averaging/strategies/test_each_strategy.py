@@ -44,11 +44,8 @@ BY_RULE = "slice_parameters None, replan True, window None"
         (Priority, {}, f"priority, {BY_RULE}; parameters "),
         (Priority, {"slice_parameters": 8, "window": 2}, "priority, slice_parameters 8, replan True, window 2; parameters "),
         (Sharded, {}, f"sharded, bucket_bytes None, replan True, window None; {PARAMETERS}"),
-        (
-            Sharded,
-            {"bucket_bytes": 700, "replan": False, "window": 3},
-            f"sharded, bucket_bytes 700, replan False, window 3; {PARAMETERS}",
-        ),
+        (Sharded, {"bucket_bytes": 700, "replan": False}, f"sharded, bucket_bytes 700, replan False, window None; {PARAMETERS}"),
+        (Sharded, {"window": 3}, f"sharded, bucket_bytes None, replan True, window 3; {PARAMETERS}"),
     ],
 )
 def test_words_are_those_of_schedules_that_earlier_versions_stored(
@@ -358,44 +355,59 @@ class OneStreamAsBefore(OneStream):
         return super(Priority, self).order(traffic, times, link)
 
 
-def _front_wait(kind: type[Priority], sizes: Sequence[int], beta: float, ranks: int, late_free: bool = False) -> float:
-    """Seconds from the end of backward until the first layer's parameters are there, in the last step. Backward takes twice as
-    long as forward, a layer like the other.
+def _stepped(
+    comm: ThreadCommunicator,
+    averager: GradientAverager,
+    seconds: Sequence[float],
+    steps: int,
+    polls: int = 2,
+    late_free: bool = False,
+) -> list[tuple[float, float]]:
+    """By step: how long the first layer waits after the backward pass before it, and when its own backward pass ends.
 
     Args:
-        sizes: elements, by layer; a slice has 1000. late_free: in the step before, backward lets go of the last layer's data at
-            its end only.
+        seconds: of forward, by layer; backward takes twice as long. polls: of an operator.
+        late_free: in the last step but one, backward lets go of the last layer's data at its end only.
+    """
+    layers = list(zip(averager.group.parameters.values(), seconds, strict=True))
+
+    def compute(of_operator: float) -> None:
+        for _ in range(polls):
+            comm.compute(of_operator / polls)
+            averager.progress.poll()
+
+    seen, wait, end = [], 0.0, 0.0
+    for step in range(steps):
+        averager.begin_step(0.1, (4,) * comm.size)
+        for number, (parameter, of_layer) in enumerate(layers):
+            averager.before_forward([parameter])
+            wait = wait if number else comm.now() - end
+            compute(of_layer)
+        for parameter, of_layer in reversed(layers):
+            compute(of_layer)
+            averager.grad_ready(parameter)
+            compute(of_layer)
+            if not (late_free and step == steps - 2 and parameter is layers[-1][0]):
+                averager.data_free(parameter)
+        averager.end_backward()
+        end = comm.now()
+        seen.append((wait, end))
+    averager.drain()
+    return seen
+
+
+def _front_wait(kind: type[Priority], sizes: Sequence[int], beta: float, ranks: int, late_free: bool = False) -> float:
+    """Seconds from the end of backward until the first layer's parameters are there, in the last step, of layers that are alike.
+
+    Args:
+        sizes: elements, by layer; a slice has 1000.
     """
     specs = {f"l{k}.weight": ParameterSpec((size,), lambda random, shape: np.zeros(shape)) for k, size in enumerate(sizes)}
 
     def program(comm: ThreadCommunicator) -> float:
         engine = virtual_engine(comm)
         averager = averaged(kind, FlatGroup(specs), _Free(), comm, engine, fc_exchange="never", slice_parameters=1000, window=2)
-        layers = list(averager.group.parameters.values())
-
-        def compute() -> None:
-            for _ in range(2):
-                comm.compute(OPERATOR_SECONDS / 2)
-                engine.poll()
-
-        end = wait = 0.0
-        for step in range(STEPS + 1):
-            averager.begin_step(0.1, (4,) * ranks)
-            for parameter in layers:
-                averager.before_forward([parameter])
-                if parameter is layers[0]:
-                    wait = comm.now() - end
-                compute()
-            for parameter in reversed(layers):
-                compute()
-                averager.grad_ready(parameter)
-                compute()
-                if not (late_free and step == STEPS - 1 and parameter is layers[-1]):
-                    averager.data_free(parameter)
-            averager.end_backward()
-            end = comm.now()
-        averager.drain()
-        return wait
+        return _stepped(comm, averager, [OPERATOR_SECONDS] * len(sizes), STEPS + 1, late_free=late_free)[-1][0]
 
     return max(run_virtual(ranks, program, link=LinkModel(1e-4, beta)))
 
@@ -510,28 +522,8 @@ def _step_seconds(
     def program(comm: ThreadCommunicator) -> float:
         engine = virtual_engine(comm)
         averager = averaged(kind, FlatGroup(specs), _Free(norms), comm, engine, **options)
-        layers = list(zip(averager.group.parameters.values(), FORWARD, strict=True))
-
-        def compute(seconds: float) -> None:
-            for _ in range(polls):
-                comm.compute(seconds / polls)
-                engine.poll()
-
-        ends = []
-        for _ in range(MODELLED_STEPS):
-            averager.begin_step(0.1, (4,) * ranks)
-            for parameter, seconds in layers:
-                averager.before_forward([parameter])
-                compute(seconds)
-            for parameter, seconds in reversed(layers):
-                compute(seconds)
-                averager.grad_ready(parameter)
-                compute(seconds)
-                averager.data_free(parameter)
-            averager.end_backward()
-            ends.append(comm.now())
-        averager.drain()
-        return ends[-1] - ends[-2]
+        (_, before), (_, last) = _stepped(comm, averager, FORWARD, MODELLED_STEPS, polls)[-2:]
+        return last - before
 
     return max(run_virtual(ranks, program, link=LinkModel(1e-4, beta)))
 

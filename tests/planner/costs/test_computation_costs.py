@@ -16,18 +16,11 @@ from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
 from hpctrain.backend.specs import Conv2dSpec, DropoutSpec, ReluSpec, TensorSpec
 from hpctrain.models import catalogue
 from hpctrain.nn.compile.compiler import compile_graph
-from hpctrain.nn.compile.plan import Action, ExecutionPlan
+from hpctrain.nn.compile.plan import Action, ExecutionPlan, PlannedStep, StepMemory
 from hpctrain.nn.network import Network
 from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
 from hpctrain.parallel.partition_graph import partition_graph
-from hpctrain.planner.costs.compute_costs import (
-    MeasuredCosts,
-    RateCosts,
-    input_key,
-    others_key,
-    product_key,
-    update_key,
-)
+from hpctrain.planner.costs.compute_costs import MeasuredCosts, RateCosts, input_key, others_key, product_key, update_key
 from hpctrain.planner.costs.machine import Link, LinkSegment, Machine, OperatorClass, OperatorRate, slowest_rate
 from hpctrain.planner.costs.operator_times import (
     REACH,
@@ -48,8 +41,8 @@ def _plan(batch: int) -> ExecutionPlan:
     return compile_graph(NETWORK.graph(batch), NETWORK.kernels, training=True)
 
 
-def _all(plan: ExecutionPlan) -> list[tuple[Action, int]]:
-    return [*plan.forward, *plan.backward]
+def _all(plan: ExecutionPlan) -> list[tuple[PlannedStep, Action, StepMemory]]:
+    return [(plan.steps[k], action, plan.memory[k]) for action, k in (*plan.forward, *plan.backward)]
 
 
 def test_forward_operations_are_those_of_the_program() -> None:
@@ -77,8 +70,7 @@ def test_gradients_of_a_product_take_its_operations_twice_but_once_where_it_read
 
 def test_operations_of_every_action_grow_with_the_samples() -> None:
     once, thrice = _plan(1), _plan(3)
-    for action, k in _all(once):
-        one, three = work_of(once.steps[k], action, once.memory[k]), work_of(thrice.steps[k], action, thrice.memory[k])
+    for one, three in zip((work_of(*each) for each in _all(once)), (work_of(*each) for each in _all(thrice)), strict=True):
         assert three.flops == 3 * one.flops
         assert one.bytes <= three.bytes <= 3 * one.bytes
 
@@ -121,8 +113,7 @@ MACHINE = Machine("test", 1, 2, 1.0, 1 << 30, LINK, LINK, 2, RATES)
 def test_a_call_takes_its_overhead_and_the_longer_of_operations_and_bytes() -> None:
     plan, costs = _plan(2), RateCosts(MACHINE)
     kinds = set()
-    for action, k in (*plan.forward, *plan.backward):
-        step, memory = plan.steps[k], plan.memory[k]
+    for step, action, memory in _all(plan):
         work = work_of(step, action, memory)
         kinds.add(work.kind)
         if work.is_nothing:
@@ -155,7 +146,7 @@ def test_rates_of_bfloat16_are_for_operators_of_bfloat16() -> None:
     costs, plain = RateCosts(replace(MACHINE, rates={**RATES, **halves}), "bfloat16"), RateCosts(MACHINE)
     network = Network(catalogue.build("resnet20", {"width": 4}), (16, 16, 3), NumpyKernelSet(), dtype="bfloat16")
     for plan, least in ((compile_graph(network.graph(2), network.kernels, training=True), 1.0), (_plan(2), 0.0)):
-        seconds = [costs.seconds(plan.steps[k], action, plan.memory[k]) for action, k in _all(plan)]
+        seconds = [costs.seconds(*each) for each in _all(plan)]
         assert all(one == 0 or least < one < least + 1 for one in seconds)
     assert costs.update_seconds(1000) == plain.update_seconds(1000)
     assert costs.step_seconds(1000, 9) == plain.step_seconds(1000, 9)
@@ -203,8 +194,7 @@ def test_updates_are_bound_by_bytes_and_cost_nothing_where_there_is_nothing() ->
 @pytest.mark.parametrize("factor", [0.25, 1.0, 3.0])
 def test_all_rates_of_a_machine_scale_with_its_compute(factor: float) -> None:
     plan, usual, scaled = _plan(2), RateCosts(MACHINE), RateCosts(MACHINE.scaled(compute=factor))
-    for action, k in (*plan.forward, *plan.backward):
-        step, memory = plan.steps[k], plan.memory[k]
+    for step, action, memory in _all(plan):
         assert factor * scaled.seconds(step, action, memory) == pytest.approx(usual.seconds(step, action, memory))
     assert factor * scaled.update_seconds(1000) == pytest.approx(usual.update_seconds(1000))
     assert factor * scaled.step_seconds(1000, 7) == pytest.approx(usual.step_seconds(1000, 7))
@@ -212,7 +202,7 @@ def test_all_rates_of_a_machine_scale_with_its_compute(factor: float) -> None:
 
 
 def _keys(plan: ExecutionPlan) -> list[OperatorKey]:
-    return [operator_key(plan.steps[k], action, plan.memory[k]) for action, k in (*plan.forward, *plan.backward)]
+    return [operator_key(*each) for each in _all(plan)]
 
 
 def test_batches_differ_in_their_extents_alone() -> None:
@@ -315,13 +305,8 @@ def test_a_file_of_others_is_left_out_with_a_note(tmp_path: Path, content: str, 
 
 def test_damaged_entries_are_left_out(tmp_path: Path) -> None:
     path = tmp_path / "times.json"
-    entries = [
-        ["conv", [1, 4, 4], "", 1.0],
-        ["conv", [2, 4], "", 1.0],
-        ["conv", [3, 4, 4], "", -1.0],
-        7,
-        ["conv", [4, 4, 4], "", "x"],
-    ]
+    damaged = [["conv", [2, 4], "", 1.0], ["conv", [3, 4, 4], "", -1.0], 7, ["conv", [4, 4, 4], "", "x"]]
+    entries = [["conv", [1, 4, 4], "", 1.0], *damaged]
     path.write_text(json.dumps({"format": 1, "times": {str(SETTING): entries}}))
     times = OperatorTimes(SETTING, path)
     assert len(times) == 1
@@ -375,25 +360,23 @@ def _measured(*batches: int) -> OperatorTimes:
     """All operators at these batches: 2 s a call and 1 s a sample."""
     times = OperatorTimes(Setting("processor", "numpy"))
     for batch in batches:
-        plan = _plan(batch)
-        for action, k in (*plan.forward, *plan.backward):
-            times.put(operator_key(plan.steps[k], action, plan.memory[k]), 2.0 + batch)
+        for key in _keys(_plan(batch)):
+            times.put(key, 2.0 + batch)
     return times
 
 
 @pytest.mark.parametrize("batch", [2, 3, 8])
 def test_measured_and_interpolated_times_are_used(batch: int) -> None:
     costs, plan = MeasuredCosts(_measured(2, 8), BY_RATE), _plan(batch)
-    for action, k in (*plan.forward, *plan.backward):
+    for step, action, memory in _all(plan):
         expected = 0.0 if action in (Action.FREE, Action.BEGIN) else 2.0 + batch
-        assert costs.seconds(plan.steps[k], action, plan.memory[k]) == pytest.approx(expected)
+        assert costs.seconds(step, action, memory) == pytest.approx(expected)
     assert costs.measured_share() == 1.0
 
 
 def test_far_from_measured_sizes_rates_hold_and_the_share_says_so() -> None:
     costs, plan = MeasuredCosts(_measured(1), BY_RATE), _plan(8)
-    for action, k in (*plan.forward, *plan.backward):
-        step, memory = plan.steps[k], plan.memory[k]
+    for step, action, memory in _all(plan):
         assert costs.seconds(step, action, memory) == BY_RATE.seconds(step, action, memory)
     assert costs.measured_share() == 0.0
     plan = _plan(1)

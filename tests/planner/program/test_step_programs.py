@@ -26,11 +26,7 @@ from hpctrain.optim.optimizers import Adamw, Lamb, Sgd
 from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
 from hpctrain.parallel.plan_report import report_plan
 from hpctrain.planner.costs.compute_costs import RateCosts
-from hpctrain.planner.program.group_schedules import (
-    averaging_bytes,
-    group_schedules,
-    group_strategies,
-)
+from hpctrain.planner.program.group_schedules import averaging_bytes, group_schedules, group_strategies
 from hpctrain.planner.program.step_program import (
     AlikeRanks,
     RankMemory,

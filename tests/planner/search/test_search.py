@@ -65,10 +65,7 @@ def searched(
 
     def predicted(of: Job, candidate: Candidate, on: Machine, costs: ComputeCosts, options: SimulationOptions) -> Prediction:
         simulated.append(candidate)
-        seconds = seconds_of(candidate)
-        total = Row("total", "total", compute_seconds=seconds)
-        table = TimeTable((replace(total, name="conv1", kind="layer"),), total, 0.0, seconds, seconds, 1, 0.0)
-        return Prediction(SimulatedStep(seconds, table, {}), memory_of(candidate), 0, 0.0)
+        return prediction(Row("conv1", "layer", compute_seconds=seconds_of(candidate)), memory_bytes=memory_of(candidate))
 
     job = job or job_of(plain(), (9, 7, 3), 8)
     return search(job, machine, RateCosts(machine), ranks, space, predicted_by=predicted), simulated
@@ -240,10 +237,7 @@ BEST = prediction(CONV, FC)
         (prediction(CONV, FC, left_over=0.2), "0.2 s longer: 0.2 s more computed, most of it in the rest of the step"),
         (prediction(CONV, FC, Row("sums", "communication", exposed_seconds=0.5)), "0.5 s more exposed, most of it in sums"),
         (prediction(CONV, replace(FC, exposed_seconds=0.0101)), "as fast, within the accuracy of predictions"),
-        (
-            prediction(CONV, replace(FC, compute_seconds=0.19)),
-            "10 ms shorter, within the error of predictions for split layers",
-        ),
+        (prediction(CONV, replace(FC, compute_seconds=0.19)), "10 ms shorter, within the error of predictions for split layers"),
         (prediction(CONV, FC, memory_bytes=9 << 30), "does not fit: needs 9 GiB of 8 GiB"),
     ],
     ids=["exposed", "computed", "left over", "communication", "equal", "shorter", "memory"],
@@ -268,9 +262,7 @@ def _alone(net: str) -> Result:
 
 def _by_name(job: Job, candidate: Candidate, machine: Machine, costs: ComputeCosts, options: SimulationOptions) -> Prediction:
     """Some time of its own for each candidate: any of them may be the best."""
-    seconds = 1.0 + zlib.crc32(repr(candidate).encode()) / (1 << 32)
-    total = Row("total", "total", compute_seconds=seconds)
-    return Prediction(SimulatedStep(seconds, TimeTable((), total, 0.0, seconds, seconds, 1, 0.0), {}), 1 << 20, 0, 0.0)
+    return prediction(left_over=1.0 + zlib.crc32(repr(candidate).encode()) / (1 << 32), memory_bytes=1 << 20)
 
 
 def _candidates(net: str, ranks: int, bandwidth: float, latency: float) -> list[Candidate]:
