@@ -46,16 +46,8 @@ CLASSES_WITH_LATE_ATTRIBUTES = {
     "hpctrain.parallel.moves.ReduceScatterOperator",
 }
 
-#: module and assigned attribute; those of `cli` belong to objects of rich
-ASSIGNED_IN_OTHER_ROOMS = {
-    "hpctrain.bench.engine_step: chosen.kernels.captures",
-    "hpctrain.cli.result_tables: self._console.width",
-    "hpctrain.cli.simulation_tables: table.title",
-    "hpctrain.comm.progress: self.flight.beats",
-    "hpctrain.planner.measure.measurement: decision.value",
-    "hpctrain.run.images: file.pixels.policy",
-    "hpctrain.testing.layers: parameter.data",
-}
+#: module and assigned attribute; the object is one of rich, which no class of the package creates
+ASSIGNED_IN_OTHER_ROOMS = {"hpctrain.cli.simulation_tables: table.title"}
 
 
 @cache

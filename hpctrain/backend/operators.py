@@ -402,13 +402,13 @@ class CapturedWork(Protocol):
 
 
 class CapturesWork(ABC):
-    """A kernel set that can capture the calls of its operators, as in CUDA graphs.
+    """A kernel set that can capture the calls of its operators, as in CUDA graphs."""
 
-    Attributes:
-        captures: whether programs capture their calls.
-    """
+    captures: bool = True  # whether programs capture their calls
 
-    captures: bool = True
+    def stop_capturing(self) -> None:
+        """Run the programs of networks that are made from now on operator by operator."""
+        self.captures = False
 
     @abstractmethod
     def capture(self) -> AbstractContextManager[CapturedWork]:

@@ -84,7 +84,7 @@ class EngineStep:
         self.task = task
         chosen = make_backend(backend, precision=precision)
         if stepwise and isinstance(chosen.kernels, CapturesWork):
-            chosen.kernels.captures = False
+            chosen.kernels.stop_capturing()
         self.backend, self.kernels, self.description = chosen.name, chosen.kernels, chosen.description
         shape = (task.pixels, task.pixels, task.channels)
         model = catalogue.build(task.model, task.options)

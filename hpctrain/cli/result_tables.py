@@ -206,11 +206,10 @@ class _Form:
     def __init__(self, class_names: tuple[str, ...]) -> None:
         self._text = io.StringIO()
         width = None if sys.stdout.isatty() else pipe_columns()
-        self._console = PlainConsole(file=self._text, width=width)
         self._name = min(_WIDEST_NAME, max(map(cell_len, map(escaped, (*class_names, "class")))))
         others = self._name + _PROBABILITY + 2 * _GAP
-        self._console.width = max(self._console.width, others + _NARROWEST_FILE)
-        self._file = self._console.width - others
+        width = max(PlainConsole(file=self._text, width=width).width, others + _NARROWEST_FILE)
+        self._console, self._file = PlainConsole(file=self._text, width=width), width - others
 
     def print_titles(self) -> None:
         """Print the titles of the columns."""

@@ -500,8 +500,7 @@ class ProgressEngine:
 
     def operator_done(self) -> None:
         """Drive messages between two operators if `polls_between_operators` is set, and note that this rank is alive."""
-        if self.flight is not None:
-            self.flight.beats += 1
+        self.notes.alive()
         if self.polls_between_operators:
             self.poll()
 

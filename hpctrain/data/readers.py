@@ -200,7 +200,6 @@ class BlockReader(ReadImages):
         extents: places of the samples in the block.
 
     Attributes:
-        policy: policy for unreadable samples.
         replaced: replacement of each unreadable sample, by number.
         decodes: whether the stored bytes are picture files.
         threads: number of decoding threads, which may be changed between two calls.
@@ -219,6 +218,10 @@ class BlockReader(ReadImages):
         self._identity = _identity(os.fstat(self._descriptor))
         self._gathers = True
 
+    def set_policy(self, policy: ReadPolicy) -> None:
+        """Set the policy for unreadable samples, starting with the next read."""
+        self.policy = policy
+
     def reads_by_calls(self) -> None:
         """Read each sample by a system call instead of through the map, starting with the next read.
 
@@ -228,10 +231,7 @@ class BlockReader(ReadImages):
         self._gathers = False
 
     def read_sums(self, samples: np.ndarray) -> dict[int, int]:
-        """Return the crc32 of the pixels of samples (n,), by sample. Omits unreadable samples.
-
-        Makes a single attempt, by system calls.
-        """
+        """Return the crc32 of the pixels of samples (n,), by sample, read once by system calls. Omits unreadable samples."""
         sizes, starts = self.extents.sizes(samples), self.extents.starts(samples)
         ends = np.cumsum(sizes)
         out = np.empty(int(sizes.sum()), np.uint8)

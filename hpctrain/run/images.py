@@ -49,7 +49,7 @@ def set_policy(session: Session, images: Images) -> None:
             held_out = np.zeros(len(file), bool)
             held_out[images.split.validation] = True
         place, pauses = f" (on {rank}{platform.node()})", pauses_within(config.deadline_seconds)
-        file.pixels.policy = ReadPolicy(most, place, pauses, held_out)
+        file.pixels.set_policy(ReadPolicy(most, place, pauses, held_out))
 
 
 def check_skip(config: Config, split_size: int) -> None:

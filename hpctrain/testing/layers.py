@@ -60,7 +60,7 @@ def check_gradients(
     random = np.random.default_rng(seed)
     network = head_network(layer, image_shape, kernels=kernels, seed=seed)
     for parameter in network.parameters.values():
-        parameter.data += 0.1 * random.standard_normal(parameter.data.shape)
+        parameter.data[...] += 0.1 * random.standard_normal(parameter.data.shape)
     program = network.program(batch, training=True, input_gradient=True)
     x = random.standard_normal((batch, *image_shape))
     labels = random.integers(0, _CLASSES, batch)

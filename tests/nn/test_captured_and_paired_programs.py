@@ -171,7 +171,7 @@ def test_layers_whose_gradients_are_made_elsewhere_are_never_captured() -> None:
 
 def test_a_set_with_capturing_off_captures_nothing() -> None:
     kernels = _CapturingSet()
-    kernels.captures = False
+    kernels.stop_capturing()
     assert not isinstance(_network(nets.plain, kernels).program(3, training=True), CapturedProgram)
 
 

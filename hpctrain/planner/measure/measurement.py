@@ -219,7 +219,7 @@ def measure(task: SearchTask, candidates: Sequence[Candidate], budget_seconds: f
 def _in_processes(work: _Work, processes: int) -> Coverage:
     """Run the work in `processes` processes, and return the result of the first one."""
     context = multiprocessing.get_context("spawn")
-    barrier, decision, results = context.Barrier(processes), context.Value("b", 1), context.SimpleQueue()
+    barrier, decision, results = context.Barrier(processes), context.Array("b", [1]), context.SimpleQueue()
     before = {name: os.environ.get(name) for name in _THREADS}
     os.environ.update(dict.fromkeys(_THREADS, str(work.setting.threads)))  # thread pools read the variables when they start
     try:
@@ -256,9 +256,9 @@ def _measure_with_others(work: _Work, number: int, barrier: Any, decision: Any, 
 
     def agree(go_on: bool) -> bool:
         if number == 0:
-            decision.value = go_on
+            decision[0] = go_on
         barrier.wait(_PATIENCE_SECONDS)
-        answer = bool(decision.value)
+        answer = bool(decision[0])
         barrier.wait(_PATIENCE_SECONDS)
         return answer
 
