@@ -152,14 +152,10 @@ def test_what_is_broken_is_named_with_its_cure(job: Job, folder: Path, key: str)
 
 
 def test_a_mistake_is_a_sentence(job: Job, folder: Path) -> None:
-    for words, said in (
-        (("nowhere.yaml",), "nowhere.yaml: Cannot read the configuration"),
-        (("tiny.yaml", "optimizer=adagrad"), 'override "optimizer=adagrad": There is no optimizer "adagrad"'),
-    ):
-        outcome = job(0, [*DOCTOR, *words], cwd=folder)
-        assert outcome.code == USER_ERROR
-        assert said in sentence(outcome)
-        assert "Traceback" not in outcome.output
+    outcome = job(0, [*DOCTOR, "tiny.yaml", "optimizer=adagrad"], cwd=folder)
+    assert outcome.code == USER_ERROR
+    assert 'override "optimizer=adagrad": There is no optimizer "adagrad"' in sentence(outcome)
+    assert "Traceback" not in outcome.output
 
 
 def test_warnings_count_where_the_user_is_strict(job: Job, folder: Path) -> None:

@@ -98,15 +98,6 @@ def test_every_strategy_has_a_plan(averager: str) -> None:
         assert "one allreduce of all" in result.output
 
 
-@pytest.mark.parametrize("value", ["nan", "inf", "-1"])
-@pytest.mark.parametrize("option", ["--alpha", "--beta"])
-@pytest.mark.parametrize("command", ["show", "schedule"])
-def test_a_link_has_finite_times(command: str, option: str, value: str) -> None:
-    result = run(command, VGG, "--ranks", "2", *IMAGENET, option, value)
-    assert result.exit_code == 2
-    assert f"Invalid value for '{option}'" in result.stderr
-
-
 @pytest.mark.job
 def test_no_mpi_is_needed() -> None:
     code = (

@@ -172,26 +172,6 @@ def test_an_old_run_of_the_same_name_is_left_alone(folder: Path) -> None:
     assert _attempts(folder)[0]["checkpoint"] is None
 
 
-@pytest.mark.parametrize(
-    ("words", "sentence"),
-    [
-        (["sleep", "3"], "contains no training"),
-        (["hpctrain", "train", "storm.yaml", "--compute-only"], "--compute-only does not train and cannot be restarted"),
-        (["hpctrain", "train", "storm.yaml", "--help"], "--help in the command starts no training"),
-        (["hpctrain", "train", "storm.yaml", "--wrong"], "No such option"),
-        (["hpctrain", "train", "nowhere.yaml"], "nowhere.yaml: Cannot read the configuration"),
-        (["hpctrain", "train", "storm.yaml", "batch=0"], "batch is 0"),
-    ],
-)
-def test_what_cannot_be_supervised_is_refused_before_it_starts(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], sentence: str
-) -> None:
-    monkeypatch.chdir(folder)
-    result = CliRunner().invoke(cli, ["run", "--", *words], env={"PMI_RANK": None, "OMPI_COMM_WORLD_RANK": None})
-    assert result.exit_code == 2, result.output
-    assert sentence in result.stderr
-
-
 def test_a_rank_supervises_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
     environment = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0"}

@@ -25,21 +25,8 @@ from hpctrain.core.text import place
 from hpctrain.flight.recorder import FlightRecorder
 from hpctrain.launch.process_end import DEADLINE
 from hpctrain.trace.tracer import Category, Tracer
+from tests.support.countdown import Countdown
 from tests.support.sampling import amount
-
-
-class Countdown:
-    """Complete at its n-th test."""
-
-    def __init__(self, tests: int) -> None:
-        self.left = tests
-
-    def test(self) -> bool:
-        self.left -= 1
-        return self.left <= 0
-
-    def __str__(self) -> str:
-        return "a fake allreduce"
 
 
 class Switch:
@@ -363,7 +350,7 @@ def test_a_wait_offers_its_core_before_it_sleeps(policy: WaitPolicy, offers: int
         offer_core=lambda: done.append("offer"),
     )
     engine.wait_policy = policy
-    engine.wait(engine.queue(SingleCommunicator()).post(lambda: _After(6, clock), "slow"))
+    engine.wait(engine.queue(SingleCommunicator()).post(lambda: _after(6, clock), "slow"))
     assert done.count("offer") == max(0, offers - 1)
     assert len(done) == 4
 
@@ -377,17 +364,13 @@ class _Clock:
     def __call__(self) -> int:
         return self.now
 
+    def pass_by(self, nanoseconds: int) -> None:
+        self.now += nanoseconds
 
-class _After:
-    """Complete at the n-th test; a test takes 10 ns."""
 
-    def __init__(self, tests: int, clock: _Clock) -> None:
-        self.left, self.clock = tests, clock
-
-    def test(self) -> bool:
-        self.clock.now += 10
-        self.left -= 1
-        return self.left <= 0
+def _after(tests: int, clock: _Clock) -> Countdown:
+    """Return an operation of which each test takes 10 ns."""
+    return Countdown(tests, lambda: clock.pass_by(10))
 
 
 def _traced_engine(clock: _Clock) -> tuple[ProgressEngine, Tracer]:
@@ -404,12 +387,12 @@ def test_the_outermost_call_counts_and_an_update_inside_does_not() -> None:
     engine, tracer = _traced_engine(clock)
     queue, account = engine.queue(SingleCommunicator()), engine.account
 
-    def start() -> _After:
+    def start() -> Countdown:
         clock.now += 100  # what is prepared
         account.updated(clock.now, clock.now + 1000)
         clock.now += 1000
-        queue.post(lambda: _After(1, clock), "inner")
-        return _After(2, clock)
+        queue.post(lambda: _after(1, clock), "inner")
+        return _after(2, clock)
 
     queue.post(start, "outer")
     assert _nanoseconds(engine) == 100 + 10 + 10  # both are tested as they are posted
@@ -434,7 +417,7 @@ def test_an_update_outside_of_the_engine_is_nobodys_time_for_messages() -> None:
 def test_a_wait_is_a_wait() -> None:
     clock = _Clock()
     engine, tracer = _traced_engine(clock)
-    ticket = engine.queue(SingleCommunicator()).post(lambda: _After(5, clock), "slow")
+    ticket = engine.queue(SingleCommunicator()).post(lambda: _after(5, clock), "slow")
     posted = _nanoseconds(engine)
     engine.wait(ticket)
     assert ticket.done
@@ -446,7 +429,7 @@ def test_an_error_in_a_start_leaves_the_account_whole() -> None:
     clock = _Clock()
     engine, _ = _traced_engine(clock)
 
-    def fail() -> _After:
+    def fail() -> Countdown:
         clock.now += 3
         raise OSError("the wire is cut")
 
@@ -460,8 +443,8 @@ def test_a_posting_that_waits_for_the_next_look_is_recorded_as_late_at_most_sinc
     clock = _Clock()
     engine, tracer = _traced_engine(clock)
     queue = engine.queue(SingleCommunicator())
-    first = queue.post(lambda: _After(3, clock), "first")
-    queue.post(lambda: _After(1, clock), "second", [first])
+    first = queue.post(lambda: _after(3, clock), "first")
+    queue.post(lambda: _after(1, clock), "second", [first])
     clock.now += 100_000
     engine.poll()  # seen to be under way still
     last_look = clock.now
@@ -479,7 +462,7 @@ def test_what_is_posted_in_its_turn_is_not_late() -> None:
     queue = engine.queue(SingleCommunicator())
     for _ in range(3):
         clock.now += 100_000
-        engine.wait(queue.post(lambda: _After(2, clock), "prompt"))
+        engine.wait(queue.post(lambda: _after(2, clock), "prompt"))
     assert len(tracer.events().of(Category.DELAY)) == 0
 
 
@@ -487,8 +470,8 @@ def test_a_full_window_is_no_turn() -> None:
     clock = _Clock()
     engine, tracer = _traced_engine(clock)
     queue = engine.queue(SingleCommunicator(), window=1)
-    queue.post(lambda: _After(3, clock), "first")
-    queue.post(lambda: _After(1, clock), "second")
+    queue.post(lambda: _after(3, clock), "first")
+    queue.post(lambda: _after(1, clock), "second")
     clock.now += 100_000
     engine.poll()
     last_look = clock.now
@@ -556,29 +539,16 @@ def test_what_it_raises_is_raised_at_the_end_of_the_block() -> None:
     thread.close()
 
 
-class Slow:
-    """Complete at the n-th test by any thread; remembers the threads that did."""
-
-    def __init__(self, tests: int) -> None:
-        self.left = tests
-        self.threads: set[str] = set()
-
-    def test(self) -> bool:
-        self.threads.add(threading.current_thread().name)
-        self.left -= 1
-        return self.left <= 0
-
-
 def test_messages_move_while_the_program_computes_but_complete_only_when_it_looks() -> None:
     engine = _engine()
     engine.start_thread()
     queue = engine.queue(SingleCommunicator())
-    handle, started = Slow(10), []
+    handle, started = Countdown(10), []
     first = queue.post(lambda: handle, "first")
 
-    def start_second() -> Slow:
+    def start_second() -> Countdown:
         started.append(threading.current_thread())
-        return Slow(1)
+        return Countdown(1)
 
     second = queue.post(start_second, "second", after=[first])
     with engine.computing():
@@ -594,7 +564,7 @@ def test_messages_move_while_the_program_computes_but_complete_only_when_it_look
 
 def test_without_a_thread_computing_changes_nothing() -> None:
     engine = _engine()
-    handle = Slow(2)
+    handle = Countdown(2)
     ticket = engine.queue(SingleCommunicator()).post(lambda: handle, "alone")
     with engine.computing():
         time.sleep(1e-3)
@@ -606,7 +576,7 @@ def test_without_a_thread_computing_changes_nothing() -> None:
 def test_where_progress_is_left_to_the_transport_operators_do_not_poll() -> None:
     engine = _engine()
     engine.polls_between_operators = False
-    handle = Slow(2)
+    handle = Countdown(2)
     ticket = engine.queue(SingleCommunicator()).post(lambda: handle, "alone")
     engine.operator_done()
     assert not ticket.done

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+from collections.abc import Callable
 from itertools import count
 from pathlib import Path
 
@@ -38,21 +39,12 @@ from hpctrain.launch.keeper import Pulse
 from hpctrain.launch.launcher import Launcher
 from hpctrain.launch.process_end import End
 from hpctrain_testing.run import run_job
+from tests.support.countdown import Countdown
 from tests.support.recorded import line
 
 
-class Later:
-    """An operation that is complete at the third look."""
-
-    def __init__(self) -> None:
-        self.left = 2
-
-    def test(self) -> bool:
-        self.left -= 1
-        return self.left < 0
-
-    def __str__(self) -> str:
-        return "allreduce of 5 float32 elements"
+def later(at_test: Callable[[], object] | None = None) -> Countdown:
+    return Countdown(3, at_test, "allreduce of 5 float32 elements")
 
 
 def kept(recorder: FlightRecorder, folder: Path) -> FlightRecord:
@@ -64,8 +56,8 @@ def test_operations_of_a_queue_go_through_three_instants(tmp_path: Path) -> None
     ticks = count(1)
     recorder = FlightRecorder(lambda: next(ticks))
     queue = PostingQueue("gradients", flight=recorder, world_ranks=(0, 2))
-    first = queue.post(Later, "a.weight")
-    queue.post(Later, "b.weight", after=[first])
+    first = queue.post(later, "a.weight")
+    queue.post(later, "b.weight", after=[first])
     before = kept(recorder, tmp_path).operations
     assert [(each.purpose, each.started_ns > 0, each.done_ns) for each in before] == [
         ("a.weight", True, 0),
@@ -139,9 +131,9 @@ def test_an_operation_has_the_line_that_queued_it(tmp_path: Path) -> None:
     """Not that of the queue, or of an engine that starts it later."""
     recorder = FlightRecorder()
     queue = PostingQueue("gradients", flight=recorder)
-    first, at_first = queue.post(Later, "a.weight"), line()
+    first, at_first = queue.post(later, "a.weight"), line()
     at_second = line(1)
-    queue.post(Later, "b.weight", after=[first])
+    queue.post(later, "b.weight", after=[first])
     for _ in range(4):
         queue.collect()
         queue.start_heads()
@@ -154,14 +146,12 @@ def test_waits_of_an_engine_are_reported(tmp_path: Path) -> None:
     engine = ProgressEngine(rank=0, deadline_seconds=5, abort=alone.abort, flight=recorder)
     seen: list[str] = []
 
-    class Looking(Later):
-        def test(self) -> bool:
-            seen.append(kept(recorder, tmp_path).wait if not seen else read(tmp_path / file_name(0)).wait)
-            return super().test()
+    def look() -> None:
+        seen.append(kept(recorder, tmp_path).wait if not seen else read(tmp_path / file_name(0)).wait)
 
     before = recorder.beats
-    engine.wait(engine.queue(alone).post(Looking, "a.weight"))
-    engine.wait_handle(Looking(), "objects")
+    engine.wait(engine.queue(alone).post(lambda: later(look), "a.weight"))
+    engine.wait_handle(later(look), "objects")
     assert "a.weight" in seen
     assert "objects" in seen
     assert read(tmp_path / file_name(0)).wait == ""

@@ -90,7 +90,7 @@ def _programs() -> Iterator[Callable[[str], str]]:
     images, labels = np.zeros((9, 9, 7, 3)), np.arange(9) % 5
     write_data_file(Path("a.h5"), 9, (9, 7, 3), list("abcde"), [(images.astype(np.uint8), labels)])
     config = yaml.safe_load(Path("base.yaml").read_text())
-    names = {"hpctrain": hpctrain, "nets": nets, "start": _start, "config": config, "images": images, "labels": labels}
+    names = {"hpctrain": hpctrain, "nets": nets, "np": np, "start": _start, "config": config, "images": images, "labels": labels}
 
     def answer(expression: str) -> str:
         said = io.StringIO()

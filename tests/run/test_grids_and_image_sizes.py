@@ -84,35 +84,6 @@ def sizes_config(sizes: str, model: str = "resnet50") -> Config:
     return parse(SIZES_TEXT.format(sizes=sizes, model=model))[0]
 
 
-@pytest.mark.parametrize(
-    ("sizes", "model", "place", "sentence"),
-    [
-        (
-            "[{from_epoch: 2, size: 32}]",
-            "resnet50",
-            (0,),
-            "data.sizes.0 begins at epoch 2, but the first size must begin at epoch 0",
-        ),
-        ("[{size: 32}, {size: 64}]", "resnet50", (1,), "data.sizes.1 begins at epoch 0, but .*; the smallest value is 1."),
-        (
-            "[{size: 224}, {from_epoch: 3, size: 20}]",
-            "vgg16",
-            (1, "size"),
-            "data.sizes.1.size is 20, which the model vgg16 does not support: Layer features.30: ",
-        ),
-        ("[{size: 20}]", "alexnet", (0, "size"), "does not support: Layer "),
-    ],
-)
-def test_a_fault_has_its_place_and_the_nearest_legal_value(
-    sizes: str, model: str, place: tuple[object, ...], sentence: str
-) -> None:
-    (fault,) = size_faults(Recipe(sizes_config(sizes, model)))
-    assert fault.path == ("data", "sizes", *place)
-    config, source = parse(SIZES_TEXT.format(sizes=sizes, model=model))
-    with pytest.raises(ConfigError, match=sentence):
-        check_config(config, source)
-
-
 @pytest.mark.parametrize("model", ["resnet50", "vgg16", "alexnet", "resnet9", "resnet20", "small"])
 def test_models_take_several_sizes(model: str) -> None:
     assert not list(

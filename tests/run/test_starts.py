@@ -499,41 +499,10 @@ def test_pictures_are_compared_by_size_and_content(inputs: Path, tmp_path: Path,
 IMAGES, LABELS = np.random.default_rng(0).standard_normal((16, 9, 7, 3)), np.arange(16) % 5
 
 
-class _Untouchable:
-    """An object that NumPy cannot convert, such as a tensor on a device."""
-
-    def __array__(self, *_: object, **__: object) -> np.ndarray:
-        raise TypeError("it lies on a device")
-
-
 def _with(array: np.ndarray, place: Any, value: Any) -> np.ndarray:
     changed = array.copy()
     changed[place] = value
     return changed
-
-
-BAD_ARRAYS: list[tuple[Any, Any, str]] = [
-    (IMAGES, LABELS.astype(float), "labels has dtype float64, but must be integers from 0 to 4"),
-    (IMAGES, [str(label) for label in LABELS], "labels has dtype <U1, but must be integers"),
-    (IMAGES, LABELS == 0, "labels has dtype bool, but must be integers"),
-    (IMAGES, [None] * 16, "labels has dtype object, but must be integers"),
-    (IMAGES, np.eye(5, dtype=int)[LABELS], r"labels of shape \(16, 5\) are not 16 samples"),
-    (IMAGES, _with(LABELS, 3, 5), r"Label 5 of sample 3 is outside 0\.\.4 \(1 such labels\)"),
-    (IMAGES, _with(LABELS, 3, -1), "Label -1 of sample 3 is outside"),
-    (IMAGES, _with(LABELS.astype(np.uint64), 3, 2**64 - 1), "Label 18446744073709551615 of sample 3 is outside"),
-    (IMAGES, LABELS[1:], "are not 16 samples"),
-    (IMAGES, _Untouchable(), r"labels cannot be converted to an array \(it lies on a device\)"),
-    (IMAGES[:0], LABELS[:0], "are not 1 samples"),
-    (0.5, 3, "are not 1 samples"),
-    (IMAGES[0], LABELS, "samples; give images"),
-    (IMAGES[:, 1:], LABELS, "the replica has image_shape"),
-    ((IMAGES * 9).astype(np.uint8), LABELS, "images has dtype uint8, but must be floating-point"),
-    (IMAGES.astype(complex), LABELS, "images has dtype complex128"),
-    ([[1.0], [1.0, 2.0]], LABELS, "images cannot be converted to an array"),
-    ("images.npy", LABELS, "images has dtype <U10"),
-    (_with(IMAGES, (4, 1, 1, 1), np.nan), LABELS, "Sample 4 of images holds a value that is not finite in float64"),
-    (_with(IMAGES, (15, 1, 1, 1), np.inf), LABELS, "Sample 15 of images holds a value that is not finite"),
-]
 
 
 def on_jobs(ranks: int, folder: Path, work: Callable[[Job, int], object]) -> None:
@@ -542,15 +511,16 @@ def on_jobs(ranks: int, folder: Path, work: Callable[[Job, int], object]) -> Non
     run_virtual(ranks, lambda comm: work(job_of(_session(comm, folder / "tiny.yaml", [])), comm.rank))
 
 
-def test_arrays_of_another_kind_or_range_are_refused_in_a_sentence(tmp_path: Path) -> None:
+def test_values_must_be_finite_in_the_dtype_of_the_replica(tmp_path: Path) -> None:
     def work(job: Job, _: int) -> None:
-        replica = job.replica(nets.plain(), (9, 7, 3), backend="numpy", dtype="float64")
-        for images, labels, sentence in BAD_ARRAYS:
-            with pytest.raises(HpctrainError, match=sentence):
-                job.array_loader(replica, images, labels)
         narrow = job.replica(nets.plain(), (9, 7, 3), backend="numpy")
         with pytest.raises(DataError, match="Sample 2 of images holds a value that is not finite in float32"):
             job.array_loader(narrow, _with(IMAGES, (2, 0, 0, 0), 1e300), LABELS)
+        replica = job.replica(nets.plain(), (9, 7, 3), backend="numpy", dtype="float64")
+        job.array_loader(replica, _with(IMAGES, (2, 0, 0, 0), 1e300), LABELS)
+        for images, labels, name in (([[1.0], [1.0, 2.0]], LABELS, "images"), (IMAGES, [[1], [1, 2]], "labels")):
+            with pytest.raises(DataError, match=f"{name} cannot be converted to an array"):
+                job.array_loader(replica, images, labels)
         for images, labels in ((IMAGES.tolist(), LABELS.tolist()), (IMAGES[::-1], LABELS.astype(np.uint8))):
             [first, *_] = job.array_loader(replica, images, labels, shuffle=False).epoch(0)
             assert np.array_equal(first.x, np.asarray(images)[:8])
