@@ -320,7 +320,10 @@ def described_training(config: Config, data: DataFacts, shape: ImageShape | None
 
 
 def make_pipeline(config: Config, augment: tuple[AugmentConfig, ...], data: DataFacts) -> Pipeline:
-    """Return the pipeline of augmentation, and of normalisation by the mean and deviation of `data`."""
+    """Return the pipeline that applies `augment` and normalises by the mean and deviation of `data`.
+
+    If `config.data.normalise` is false, it does not normalise.
+    """
     mean, std = np.array(data.mean), np.array(data.std)
     if not config.data.normalise:
         mean, std = np.zeros_like(mean), np.ones_like(std)

@@ -178,7 +178,7 @@ class Operator(ABC):
 
     @abstractmethod
     def forward(self, context: StepContext) -> None:
-        """Write the output from the inputs."""
+        """Compute the output from the inputs."""
 
     def backward_parameters(self) -> None:  # noqa: B027  an operator without parameters has nothing to do
         """Write the parameters' gradients from output_grad (and inputs).
@@ -293,7 +293,10 @@ class LossHandle(Protocol):
     """Sums that are being copied to the host."""
 
     def result(self) -> LossSums:
-        """Wait for the sums and return them. Must be called before the second subsequent `run` of the loss operator."""
+        """Wait for the sums and return them.
+
+        Call this before the loss operator has run twice more, because the second of these runs reuses the memory of the sums.
+        """
 
 
 class LossOperator(ABC):
@@ -318,12 +321,13 @@ class LossOperator(ABC):
 
 
 class KernelSet(ABC):
-    """A kernel set: makes operators and allocates their memory.
+    """Base of kernel sets, which make operators and allocate their memory.
 
-    The sets are numpy, the reference, in float32, float64 and bfloat16; onednn, fast on CPUs, in float32 and bfloat16; and cuda,
-    for GPUs.
+    The sets are `numpy` (the reference), `onednn` (for CPUs) and `cuda` (for GPUs).
 
     Attributes:
+        name: name of the set in a configuration.
+        dtypes: dtypes in which its operators compute.
         arithmetic: arithmetic service for the arrays of this set.
         alignment_bytes: alignment of every buffer in an arena.
         shadow_dtype: dtype of the rounded copies of parameters that operators read; None if operators read the parameters
@@ -376,7 +380,7 @@ class KernelSet(ABC):
 
     def reorder(self, source: TensorSpec, target: TensorSpec) -> Operator:
         """Return the operator that copies a tensor from one layout to another, and its gradient back."""
-        raise NotImplementedError(f"the {self.name} kernel set has one layout")
+        raise NotImplementedError(f"The kernel set {self.name} cannot reorder tensors, because it has only one layout.")
 
     @abstractmethod
     def allocate(self, size_bytes: int) -> Array:

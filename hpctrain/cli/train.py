@@ -362,8 +362,8 @@ START_SECONDS = 60.0
 def script(file: Path, arguments: tuple[str, ...]) -> None:
     """Run the Python program FILE, which calls hpctrain.start.
 
-    A rank that fails ends the job, even before MPI has started. A parent process reports a rank that is killed. ARGUMENTS are
-    passed to the program.
+    If a rank fails, the whole job ends, even before MPI has started. Where possible, hpctrain starts a small parent process for
+    each rank, which reports if the rank is killed. ARGUMENTS are passed to the program.
     """
     launcher = detect(os.environ)
 

@@ -96,6 +96,8 @@ def _number(value: Any) -> Any:
 
 
 def _integer(value: Any) -> Any:
+    if isinstance(value, bool):
+        raise PydanticCustomError("integer_type", "must be an integer")
     if isinstance(value, str) and DECIMAL.fullmatch(value) and not value.lstrip("+-").isdecimal():
         value = float(value)  # 1e3, which YAML 1.1 reads as a string
     if isinstance(value, float) and _EXACT_IN_FLOAT <= abs(value) < math.inf:

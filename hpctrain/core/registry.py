@@ -55,7 +55,7 @@ class Registry(Generic[T]):
         self.given = frozenset(given)
 
     def names(self) -> tuple[str, ...]:
-        """Return hpctrain's own names in alphabetical order. Imports the package but none of its modules."""
+        """Return hpctrain's own names in alphabetical order. The call imports the package, but none of its modules."""
         package = importlib.import_module(self.package)
         if not hasattr(package, "__path__"):
             return tuple(sorted(self._classes()))
@@ -63,7 +63,7 @@ class Registry(Generic[T]):
         return tuple(sorted(name for name in modules if name != "base" and not name.startswith("_")))
 
     def offers(self) -> tuple[user_code.Offer, ...]:
-        """Return the names that installed packages offer. Imports none of the packages."""
+        """Return the names that installed packages offer. The call imports none of the packages."""
         return user_code.offers(f"hpctrain.{self.kind}s")
 
     def find(self, name: str) -> Callable[..., T]:

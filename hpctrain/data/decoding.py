@@ -374,10 +374,14 @@ def _depth(image: Image.Image) -> int:
 def _eight_bits(image: Image.Image, depth: int, value_range: ValueRange | None) -> Image.Image:
     """Return the image with at most 8 bits per value.
 
-    Scales deeper values, which Pillow would clip at 255, from `value_range`, or keeps their upper bits.
+    Deeper values, which Pillow would clip at 255, are scaled from `value_range` if set; otherwise their upper 8 bits remain.
+
+    Args:
+        depth: number of bits per value that the file declares.
 
     Raises:
-        DataError: the values are floating-point, negative or wider than 16 bits, so their maximum is unknown.
+        DataError: the values are floating-point, negative or wider than `depth` or 16 bits, and there is no `value_range` or a
+            value is not finite.
     """
     if not image.mode.startswith(("I", "F")):
         return image

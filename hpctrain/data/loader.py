@@ -436,7 +436,7 @@ class Samples:
     def facts(self) -> dict[str, str]:
         """Return the facts by which ranks compare their arrays: shape, dtype and checksum of images and labels.
 
-        Reads at most 512 MiB of images, in evenly spaced blocks.
+        The checksum of the images covers at most 512 MiB, in evenly spaced blocks, so it may miss differences in larger arrays.
         """
         checksum = 0
         for _, block in _blocks(self.images):

@@ -42,9 +42,17 @@ class ArrayLayer(Leaf):
     def backward(
         self, x: Array, dy: Array, parameters: Mapping[str, Array], saved: dict[str, Any]
     ) -> tuple[Array, Mapping[str, Array]]:
-        """Return dx and the gradients of the parameters by role. All arguments except `saved` are read-only.
+        """Return the gradients of the loss with respect to x and to the parameters.
 
-        The gradients are a mapping, empty without parameters.
+        Args:
+            x: the input of forward, read-only.
+            dy: gradient of y, with the shape of y, read-only.
+            parameters: arrays by role, read-only.
+            saved: the dict that forward filled.
+
+        Returns:
+            dx, with the shape of x, and a mapping from each role to a gradient with the shape of the parameter. The mapping is
+            empty if there are no parameters. A result of another shape is a `ShapeError`.
         """
 
     def with_window(self, window: Window) -> ArrayLayer:

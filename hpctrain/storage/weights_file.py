@@ -73,7 +73,7 @@ def read(path: Path, *, header: bool = False) -> WeightsFile:
     """
     suffix = check_suffix(path, SUFFIXES)
     if not path.is_file():
-        raise CheckpointError(f"There is no weight file {path}; give a path that ends in {_listed(SUFFIXES)}.")
+        raise CheckpointError(f"There is no weight file {path}.")
     content = _read_safetensors(path, header) if suffix == SAFETENSORS else _read_torch(path)
     tensors = content.tensors if "model" in content.metadata else _with_linear_layers(_unwrapped(content.tensors, path))
     wide = {name: array.astype(np.float32) if array.dtype == np.float16 else array for name, array in tensors.items()}

@@ -71,7 +71,7 @@ class PartPosition:
 
 
 class ElementHash:
-    """Sum of the numbers of elements, computed in preallocated buffers. Not thread-safe."""
+    """Hash of parts of an array, computed in preallocated buffers. It is not thread-safe."""
 
     def __init__(self) -> None:
         self._mixed, self._spare = (np.empty(CHUNK, np.uint64) for _ in range(2))
@@ -79,13 +79,14 @@ class ElementHash:
         self._places = np.arange(CHUNK, dtype=np.uint64) << _UPPER_HALF
 
     def sum_of(self, values: np.ndarray, start: int, position: PartPosition) -> int:
-        """Return the sum of the numbers of elements, modulo 2^64.
+        """Return the hash of a part of an array: the sum of the hash values of its elements, modulo 2^64.
 
-        The sums over the parts of an array add up to the sum over the array.
+        The hash value of an element depends on its bits and on its position in the whole array (see the module). The hashes of
+        the parts of an array add up to the hash of the array.
 
         Args:
             values: elements, 1-D, contiguous and in host memory, with a dtype of 4 or 8 bytes. An element of 8 bytes counts as
-                two words of 4 bytes in machine order. Read only.
+                two words of 4 bytes in machine order. The array is only read.
             start: index of the first element in the part.
             position: position of the part in the whole array.
         """

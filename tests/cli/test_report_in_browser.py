@@ -32,7 +32,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs")
     runs = [write_run(folder, config=f"batch: {batch}\n") for batch in (8, 16)]
     write_trace(runs[0])
-    write_report([run.path for run in runs], folder / "page.html", None)
+    write_report([run.path for run in runs], folder / "page.html")
     return folder / "page.html"
 
 

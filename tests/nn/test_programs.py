@@ -180,14 +180,11 @@ def test_a_users_layer_trains_like_any_other() -> None:
 def test_wrong_results_of_a_users_layer_name_the_layer_the_method_and_the_shape(method: str, result: object, words: str) -> None:
     """NumPy's own error names neither the layer nor its file, and NumPy would convert None to nan without an error."""
 
-    class Wrong(_Scale):
-        pass
-
     def returns(self: object, *arguments: object) -> object:
         return result
 
-    setattr(Wrong, method, returns)
-    model = Sequential({"conv": Conv2d(3, 4, 3), "mine": Wrong(), "flatten": Flatten(), "fc": Linear(4 * 7 * 5, 5)})
+    wrong = type("Wrong", (_Scale,), {method: returns, "__module__": __name__})
+    model = Sequential({"conv": Conv2d(3, 4, 3), "mine": wrong(), "flatten": Flatten(), "fc": Linear(4 * 7 * 5, 5)})
     with pytest.raises((ShapeError, ConfigError), match=f"Wrong.*{words}"):
         _check_gradients(model)
 

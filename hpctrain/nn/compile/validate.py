@@ -463,9 +463,8 @@ class _Backward(_Pass):
         owner = self.facts.grad_owner(tensor)
         contributions = self.memory.contributions(target, owner)
         if target.size_bytes and (contributions is None or (k, i) in contributions):
-            raise self.facts.error(
-                action, k, f"is added to a gradient of {self.facts.name(tensor)} that does not exist or already contains it"
-            )
+            fault = "which has not been written" if contributions is None else "which already contains this term"
+            raise self.facts.error(action, k, f"adds a term to the gradient of {self.facts.name(tensor)}, {fault}")
         self.memory.write(target, gradient(owner, (contributions or frozenset()) | {(k, i)}), self.facts.actor(action, k))
 
     def _free(self, action: Action, k: int) -> None:

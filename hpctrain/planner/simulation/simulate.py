@@ -181,23 +181,20 @@ class StepTasks:
 
 
 def simulate(program: StepProgram, machine: Machine, options: SimulationOptions | None = None) -> SimulatedStep:
-    """Simulate several steps of a program, and return the last one.
+    """Simulate `options.steps` steps of a program, and return the last one.
 
-    One process represents all ranks with equal surroundings, so the cost hardly depends on the number of ranks. All steps post
-    the operations of the groups' schedules.
+    Ranks that do the same work and have the same kinds of neighbours (see `places`) share one simulated process, so the cost
+    hardly depends on the number of ranks. If there are slow ranks, each rank is simulated.
 
     Raises:
-        ConfigError: the job does not have one of the slow ranks, or there are too many ranks for slow ranks.
+        ConfigError: the job does not have one of the slow ranks, or has slow ranks and more than `MOST_SINGLE_RANKS` ranks.
         DeadlockError: ranks wait for each other forever.
     """
     options = options or SimulationOptions()
     size = program.placements.all_ranks.ranks
     for rank in options.slow:
         if not 0 <= rank < size:
-            raise ConfigError(
-                f"Slow rank {rank} does not exist: the job has ranks 0 to {size - 1}; the nearest one is "
-                f"{min(max(rank, 0), size - 1)}."
-            )
+            raise ConfigError(f"Slow rank {rank} does not exist: the job has ranks 0 to {size - 1}.")
     return _Simulation(program, machine, options, places(program, machine.ranks_per_node, single=bool(options.slow))).run()
 
 
