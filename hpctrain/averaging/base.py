@@ -100,8 +100,7 @@ class AveragerSetup:
 
         Args:
             parts: parts of the parameters that are written together.
-            owned: segments that only this rank updates. If two ranks differ, the value of the owner counts as correct. With more
-                ranks the majority decides, and `owned` is ignored.
+            owned: segments that only this rank updates. Of two ranks, the owner counts as correct; of more, the majority.
         """
         ranks = self.comm.size if self.watched else 1
         return None if ranks == 1 else ReadSums(self.group, parts, owned if ranks == 2 else ())

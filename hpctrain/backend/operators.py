@@ -293,10 +293,7 @@ class LossHandle(Protocol):
     """Sums that are being copied to the host."""
 
     def result(self) -> LossSums:
-        """Wait for the sums and return them.
-
-        Call this before the loss operator has run twice more, because the second of these runs reuses the memory of the sums.
-        """
+        """Wait for the sums and return them. Call this before the loss operator runs again twice, which reuses their memory."""
 
 
 class LossOperator(ABC):
@@ -321,9 +318,7 @@ class LossOperator(ABC):
 
 
 class KernelSet(ABC):
-    """Base of kernel sets, which make operators and allocate their memory.
-
-    The sets are `numpy` (the reference), `onednn` (for CPUs) and `cuda` (for GPUs).
+    """Base of the kernel sets `numpy` (the reference), `onednn` (CPUs) and `cuda` (GPUs), which make operators and arrays.
 
     Attributes:
         name: name of the set in a configuration.

@@ -84,25 +84,23 @@ def plain(value: Any) -> Any:
     raise ValueError("a number, string, boolean, list or mapping with string keys")
 
 
-def _number(value: Any) -> Any:
+def _number(value: Any, rule: str = "must be a number") -> Any:
     # True is an int in Python, so `batch: true` would be accepted as 1.
     if isinstance(value, bool):
-        raise PydanticCustomError("number_type", "must be a number")
+        raise PydanticCustomError("number_type", "{rule}", {"rule": rule})
     if isinstance(value, str) and _STARTS_AS_NUMBER.match(value) and not DECIMAL.fullmatch(value):
         is_decimal = DECIMAL.fullmatch(value.strip().replace("_", "").lstrip("0")) is not None
-        rule = "must be a decimal number without leading zeros or underscores" if is_decimal else "must be a number"
-        raise PydanticCustomError("number_type", rule)
+        decimal_rule = "must be a decimal number without leading zeros or underscores"
+        raise PydanticCustomError("number_type", "{rule}", {"rule": decimal_rule if is_decimal else rule})
     return value
 
 
 def _integer(value: Any) -> Any:
-    if isinstance(value, bool):
-        raise PydanticCustomError("integer_type", "must be an integer")
     if isinstance(value, str) and DECIMAL.fullmatch(value) and not value.lstrip("+-").isdecimal():
         value = float(value)  # 1e3, which YAML 1.1 reads as a string
     if isinstance(value, float) and _EXACT_IN_FLOAT <= abs(value) < math.inf:
         raise PydanticCustomError("integer_type", "must be written as an integer, because a float of this size loses digits")
-    return _number(value)
+    return _number(value, "must be an integer")
 
 
 def expanded_path(value: str) -> str:

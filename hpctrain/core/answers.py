@@ -168,8 +168,7 @@ def _fault(item: Mapping[str, Any], schema: type[BaseModel], meant: Callable[[Ke
         section = section_at(schema, path[:-1])
         fields = {} if section is None else section.model_fields
         if item["type"] == "missing":
-            description = fields[str(path[-1])].description or ""
-            return Fault(path, MISSING, hint=f" ({description[:1].lower()}{description[1:].rstrip('.')})")
+            return Fault(path, MISSING, hint=f"; it is described as: {fields[str(path[-1])].description}")
         near = meant(path)
         known = f"known keys are {', '.join(fields)}" if near is None else f'the nearest known key is "{dotted(near)}"'
         return Fault(path, UNKNOWN, hint=f"; {known}")

@@ -376,12 +376,8 @@ def _eight_bits(image: Image.Image, depth: int, value_range: ValueRange | None) 
 
     Deeper values, which Pillow would clip at 255, are scaled from `value_range` if set; otherwise their upper 8 bits remain.
 
-    Args:
-        depth: number of bits per value that the file declares.
-
     Raises:
-        DataError: the values are floating-point, negative or wider than `depth` or 16 bits, and there is no `value_range` or a
-            value is not finite.
+        DataError: the values cannot be scaled and are floating-point, negative or wider than 16 bits or the declared `depth`.
     """
     if not image.mode.startswith(("I", "F")):
         return image

@@ -330,14 +330,11 @@ class ImageFile:
     """A data file that is open for reading. Its read-only memory map and its descriptor are closed with the object.
 
     Attributes:
-        path: path of the file.
         images: (N, H, W, C) uint8: a read-only map, or an object that reads, decodes or generates images. If the disk fails,
             touching the map kills the process, so training reads `pixels`.
         pixels: reader of the same images, which raises an error if the disk fails.
         labels: (N,) int64, in memory.
-        class_names: names of the classes; a label is an index into them.
         mean, std: (C,) float64, in units of 0..1.
-        manifest: how the file was made.
         fit, value_range: see `Stored`.
         sums: (N,) uint32, crc32 of each sample's stored bytes; None if the images are generated or single picture files.
     """

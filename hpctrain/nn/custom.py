@@ -42,17 +42,9 @@ class ArrayLayer(Leaf):
     def backward(
         self, x: Array, dy: Array, parameters: Mapping[str, Array], saved: dict[str, Any]
     ) -> tuple[Array, Mapping[str, Array]]:
-        """Return the gradients of the loss with respect to x and to the parameters.
+        """Return the gradients of the loss with respect to x and to the parameters, which are by role and have the same shapes.
 
-        Args:
-            x: the input of forward, read-only.
-            dy: gradient of y, with the shape of y, read-only.
-            parameters: arrays by role, read-only.
-            saved: the dict that forward filled.
-
-        Returns:
-            dx, with the shape of x, and a mapping from each role to a gradient with the shape of the parameter. The mapping is
-            empty if there are no parameters. A result of another shape is a `ShapeError`.
+        `dy` has the shape of y. All arguments except `saved` are read-only. A result of another shape is a `ShapeError`.
         """
 
     def with_window(self, window: Window) -> ArrayLayer:

@@ -81,8 +81,7 @@ class ElementHash:
     def sum_of(self, values: np.ndarray, start: int, position: PartPosition) -> int:
         """Return the hash of a part of an array: the sum of the hash values of its elements, modulo 2^64.
 
-        The hash value of an element depends on its bits and on its position in the whole array (see the module). The hashes of
-        the parts of an array add up to the hash of the array.
+        The hash value depends on bits and position in the whole array, so the hashes of the parts add up to that of the array.
 
         Args:
             values: elements, 1-D, contiguous and in host memory, with a dtype of 4 or 8 bytes. An element of 8 bytes counts as
