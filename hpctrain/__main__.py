@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import sys
 
-from hpctrain.process.start import Begun
+from hpctrain.process.start import StartedProcess
 
 
 def main() -> None:
     """Run the command line."""
-    with Begun(sys.argv[1:]) as watch:
+    with StartedProcess(sys.argv[1:]) as watch:
         from hpctrain.cli.main import cli
 
         cli(obj=watch)

@@ -15,10 +15,8 @@ import click
 
 from hpctrain.core.errors import ConfigError
 from hpctrain.core.files import expanded
-from hpctrain.core.text import echo
 from hpctrain.launch import process_end
-from hpctrain.launch.launcher import detect
-from hpctrain.process.ends import INTERRUPTED, Left, say, user_errors_end_in_sentences
+from hpctrain.process.ends import INTERRUPTED, ReportedExit, say, user_errors_end_in_sentences
 from hpctrain.process.start import NO_RANK
 
 if TYPE_CHECKING:
@@ -142,7 +140,7 @@ def newest_runs(
 ) -> list[Path]:
     """Return the newest `count` runs in a directory, oldest first: the default of commands that read runs.
 
-    Print the choice on stderr if there are runs of other names. Other arguments and errors are those of `directory.newest_runs`.
+    Other arguments and errors are those of `directory.newest_runs`.
 
     Args:
         prefers: function that returns whether a run is preferred to newer ones; None: the newest runs are returned.
@@ -153,8 +151,6 @@ def newest_runs(
     if prefers is not None:
         readable = (run.open() for run in run_directory.listed_runs(directory, None) if run.fault is None)
         newest = [next((run.path for run in readable if prefers(run)), newest[0])]
-    if (note := run_directory.choice_note(directory, newest[-1])) and not detect(os.environ).rank:
-        echo(note, err=True)
     return newest
 
 
@@ -192,4 +188,4 @@ class Commands(click.Group):
                 return super().invoke(ctx)
             except KeyboardInterrupt:
                 say(INTERRUPTED, None)
-                raise Left(process_end.SIGNALLED + signal.SIGINT) from None
+                raise ReportedExit(process_end.SIGNALLED + signal.SIGINT) from None

@@ -133,7 +133,7 @@ def prune(path: Path, keep: int, drop_best: bool) -> None:
     if not directory.is_dir():
         raise CheckpointError(f"{path} is not a directory; give a run directory to prune its checkpoints.")
     place = directory.absolute()
-    run = best_record.run_of(place) if place.name == "checkpoints" else None
+    run = best_record.containing_run(place) if place.name == "checkpoints" else None
     of_run = run is not None
     with owned(run, "hpctrain checkpoint prune"):
         best = best_record.read_best(directory)

@@ -301,8 +301,6 @@ def predict(
         from hpctrain.training.progress_bar import pass_on_stderr
 
         source: str = session.world.broadcast_object(chosen.source)
-        if session.is_root and chosen.note:
-            echo(chosen.note, err=True)
         show = print_lines if as_json else print_table
         if csv_file is not None:
             raise_on_all_ranks(session.world, lambda: check_output(csv_file, "--csv", streams=True) if session.is_root else None)
@@ -330,11 +328,10 @@ class _Choice:
 
     Attributes:
         source: argument for `find_checkpoint`, final once `read` has returned.
-        note: see `StoredRun`.
     """
 
     def __init__(self, checkpoint: str, directory: Path, file: Path | None, overrides: tuple[str, ...]) -> None:
-        self.source, self.note = checkpoint, ""
+        self.source = checkpoint
         self._directory, self._file, self._overrides = directory, file, overrides
 
     def read(self) -> tuple[Config, Source]:
@@ -348,7 +345,7 @@ class _Choice:
         if self._file is not None:
             return load_config(self._file, (*FRESH, *self._overrides))
         run = find_run(self.source, self._directory)
-        self.source, self.note = run.source, run.note
+        self.source = run.source
         return run.parsed(self._overrides)
 
 

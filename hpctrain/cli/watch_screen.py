@@ -15,7 +15,7 @@ from hpctrain.core.console import plain_table
 from hpctrain.core.text import counted, duration_text, escaped, fitting
 from hpctrain.flight.ring import FlightRecord
 from hpctrain.launch.process_end import End
-from hpctrain.runs.state import SILENT_SECONDS, RunState, events_of, means_text, set_of
+from hpctrain.runs.state import SILENT_SECONDS, RunState, evaluated_set, means_text, run_events
 
 #: width without a terminal
 COLUMNS = 80
@@ -103,13 +103,13 @@ def _numbers(state: RunState) -> Table | None:
     table = plain_table("", "loss", "top1", "top5")
     table.add_row("train", *means_text(train))
     for entry in filter(None, (evaluation, state.latest("test"))):
-        table.add_row(set_of(entry), *means_text(entry))
+        table.add_row(evaluated_set(entry), *means_text(entry))
         if "ema_top1" in entry:
             averaged = means_text({name: entry.get(f"ema_{name}") for name in ("loss", "top1", "top5")})
-            table.add_row(f"{set_of(entry)}, averaged", *averaged)
+            table.add_row(f"{evaluated_set(entry)}, averaged", *averaged)
     best = max((value for _, value in state.curve("top1", "evaluation")), default=None)
     if best is not None:
-        table.add_row(f"best {set_of(evaluation)}", "", f"{best:.2%}", "")
+        table.add_row(f"best {evaluated_set(evaluation)}", "", f"{best:.2%}", "")
     return table
 
 
@@ -154,10 +154,10 @@ def _event(seconds: float, text: str) -> Table:
 def news(records: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """Yield a line for each training record and for each event."""
     for record in records:
-        events = events_of([record])
+        events = run_events([record])
         if events:
             yield events[0].text
         elif record.get("kind") in _OF_TRAINING:
             loss, top1, _ = means_text(record)
             where = f"epoch {record.get('epoch')}  step {record.get('step')}"
-            yield f"{where}  {_OF_TRAINING[record['kind']] or set_of(record)} loss {loss}  top1 {top1}"
+            yield f"{where}  {_OF_TRAINING[record['kind']] or evaluated_set(record)} loss {loss}  top1 {top1}"

@@ -44,6 +44,8 @@ _BY_NODE = ("threads", "flight")
 _PER_RANK_ARGUMENTS = ("self", "model", "replica", "images", "labels", "path", "like", "prefetch", "threads")
 #: limits of the samples whose stored bytes are compared: number and bytes; at least two samples are compared
 _MOST_SAMPLES, _MOST_BYTES = 16, 1 << 20
+#: number of digits of a compared SHA-256
+_DIGITS = 16
 
 
 def _differs(key: str, here: object, there: object) -> str:
@@ -134,51 +136,37 @@ def opened_file(key: str, file: ImageFile) -> Subject:
         key: key of the configuration, or a description of the file.
     """
     facts, remedy = compared_facts(file), f"give all nodes the same {file.path}"
-    return Subject(f"another {key}", remedy, facts, _data_words, partial=True, error=DataError)
+    return Subject(f"another {key}", remedy, facts, partial=True, error=DataError)
 
 
 def compared_facts(file: ImageFile) -> dict[str, Any]:
     """Return the facts by which ranks check that they have opened the same data, in the order of comparison.
 
     The facts describe the samples, not the file format: pixels and picture files of the same samples have equal values for all
-    facts that both provide. The stored bytes of at most 16 evenly spaced samples are read ("image N", crc32 of its pixels).
+    facts that both provide. The stored bytes of at most 16 evenly spaced samples are read, for the CRC-32 of their pixels.
     """
     reader, manifest = file.pixels, file.manifest
+    labels = manifest.get("labels") or digest_of(file.labels.astype("<i8", copy=False))
     facts: dict[str, Any] = {
-        "samples": len(file),
-        "shape": file.shape,
-        "classes": tuple(map(normal_name, file.class_names)),
-        "labels": manifest.get("labels") or digest_of(file.labels.astype("<i8", copy=False)),
-        "mean": tuple(file.mean.tolist()),
-        "deviation": tuple(file.std.tolist()),
+        "number of samples": len(file),
+        "shape of images": " x ".join(map(str, file.shape)),
+        "number of classes": len(file.class_names),
+        **{f"class {number}": normal_name(name) for number, name in enumerate(file.class_names)},
+        "checksum of labels": labels[:_DIGITS],
+        **{f"mean of channel {channel}": value for channel, value in enumerate(file.mean.tolist())},
+        **{f"deviation of channel {channel}": value for channel, value in enumerate(file.std.tolist())},
     }
     if isinstance(reader, BlockReader):
         mean_bytes = max(1, reader.extents.size_bytes // len(file))
         count = min(len(file), _MOST_SAMPLES, max(2, _MOST_BYTES // mean_bytes))
         samples = np.unique(np.linspace(0, len(file) - 1, count).astype(np.int64))
-        facts |= {f"image {sample}": value for sample, value in reader.read_sums(samples).items()}
+        facts |= {f"checksum of image {sample}": value for sample, value in reader.read_sums(samples).items()}
         sums = reader.pixel_sums(file.sums)
         if sums is not None:
-            facts["sums"] = digest_of(sums.astype("<u4", copy=False))
+            facts["checksum of all images"] = digest_of(sums.astype("<u4", copy=False))[:_DIGITS]
     if "images" in manifest and "blob" not in manifest:
-        facts["images"] = manifest["images"]
+        facts["checksum of stored images"] = manifest["images"][:_DIGITS]
     return facts
-
-
-def _data_words(key: str, here: Any, there: Any) -> str:
-    if key == "samples":
-        return f"{here} images, not {there}"
-    if key == "shape":
-        return f"images of {' x '.join(map(str, here))}, not {' x '.join(map(str, there))}"
-    if key == "classes" and len(here) != len(there):
-        return f"{len(here)} classes, not {len(there)}"
-    if key in ("classes", "mean", "deviation"):
-        number = next(number for number, values in enumerate(zip(here, there, strict=True)) if values[0] != values[1])
-        of = "" if key == "classes" else " of channel"
-        return f"{key.replace('classes', 'class')}{of} {number} is {here[number]!r}, not {there[number]!r}"
-    if key.startswith("image "):
-        return f"{key} has other pixels"
-    return f"other {key} (checksum {here[:12]}, not {there[:12]})"
 
 
 def package_files(folder: Path, *, of_gpus: bool = False) -> dict[str, int]:

@@ -61,7 +61,6 @@ class StartedJob:
 Cpus = frozenset[int]
 
 _MOST_RANKS = 8  # maximum number of ranks of a node that are listed
-_MOST_PATTERNS = 4  # maximum number of kinds of node that are listed
 
 
 def cores_of_ranks(world: Communicator, node_of: Sequence[int]) -> str:
@@ -74,19 +73,15 @@ def cores_of_ranks(world: Communicator, node_of: Sequence[int]) -> str:
 
 
 def describe_cores(cpus: Sequence[Cpus], node_of: Sequence[int]) -> str:
-    """Return one line of text with the logical CPUs of each rank. Nodes whose ranks have the same CPUs are reported once."""
-    ranks_of: dict[int, list[int]] = {}
+    """Return one line of text with the logical CPUs of each rank of the first node, and whether other nodes have the same."""
+    nodes: dict[int, list[Cpus]] = {}
     for rank, node in enumerate(node_of):
-        ranks_of.setdefault(node, []).append(rank)
-    patterns: dict[tuple[Cpus, ...], list[int]] = {}  # ranks of all nodes of each kind
-    for ranks in ranks_of.values():
-        patterns.setdefault(tuple(cpus[rank] for rank in ranks), []).extend(ranks)
-    if len(patterns) == 1:
-        alike = f" on each of {len(ranks_of)} nodes" if len(ranks_of) > 1 else ""
-        return f"cores of the ranks: {_node_cores(next(iter(patterns)))}{alike}"
-    texts = [f"{_node_cores(pattern)} ({_ranks(ranks)})" for pattern, ranks in patterns.items()]
-    left_out = [f"and {len(texts) - _MOST_PATTERNS} more kinds of node"] if len(texts) > _MOST_PATTERNS else []
-    return "cores of the ranks: " + "; ".join(texts[:_MOST_PATTERNS] + left_out)
+        nodes.setdefault(node, []).append(cpus[rank])
+    first, *others = nodes.values()
+    line = f"cores of the ranks: {_node_cores(first)}"
+    if any(node != first for node in others):
+        return f"{line} on the first node; others differ"
+    return f"{line} on each of {len(nodes)} nodes" if others else line
 
 
 def _node_cores(cpus: Sequence[Cpus]) -> str:
@@ -96,10 +91,6 @@ def _node_cores(cpus: Sequence[Cpus]) -> str:
     if len(texts) > _MOST_RANKS:
         texts = [*texts[: _MOST_RANKS - 1], "...", texts[-1]]
     return " | ".join(texts)
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {ranges(ranks)}"
 
 
 def ranges(numbers: Iterable[int]) -> str:

@@ -109,7 +109,7 @@ def job_ends_on_error(
             time.sleep(_ALONE_AFTER_SECONDS)
         process_end.say_last_words(rank(), [sentence, *hint()], sys.stderr, stacks=False)
         _leave(abort, 130)
-    except Left:
+    except ReportedExit:
         raise
     except SystemExit as left:
         call = "sys.exit()" if left.code is None else f"sys.exit({left.code!r})"
@@ -202,11 +202,11 @@ def _is_reported_by_another(error: Exception, *, in_job: bool) -> bool:
     return isinstance(error, LaunchError) and bool(launcher.local_rank)
 
 
-class Left(SystemExit):
+class ReportedExit(SystemExit):
     """Exit of a process that has printed the reason."""
 
 
 def _leave(abort: Callable[[int], None], code: int) -> None:
     process_end.flush_to_reader(0.0)
     abort(code)
-    raise Left(code)
+    raise ReportedExit(code)

@@ -1,4 +1,6 @@
-"""The start of a rank, in the only correct order of its steps. `Begun` runs steps 1 to 6, `RankProcess.session` steps 7 to 11.
+"""The start of a rank, in the only correct order of its steps.
+
+`StartedProcess` runs steps 1 to 6, `RankProcess.session` steps 7 to 11.
 
 1. Block signals. Until then a signal ends the process without a message. Every later thread inherits the mask.
 2. Open closed standard streams. Otherwise the next file that is opened would get the number of a stream, and MPI would write
@@ -41,7 +43,7 @@ _RANKS = ("train", "eval", "script")
 _NO_PLUGINS = ("PYDANTIC_DISABLE_PLUGINS", "__all__")
 
 
-class Begun:
+class StartedProcess:
     """Context in which a process runs a command, after steps 1 to 6 of its start.
 
     The value is the watch of the process's signals; None if the command does not compute.

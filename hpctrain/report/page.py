@@ -33,7 +33,7 @@ from hpctrain.runs.results import (
     summary,
     summary_texts,
 )
-from hpctrain.runs.state import means_text, set_of
+from hpctrain.runs.state import evaluated_set, means_text
 from hpctrain.version import __version__
 
 #: maximum number of classes of a readable confusion matrix; for more, the largest confusions are listed
@@ -301,7 +301,7 @@ def _curves(records: Sequence[RunRecord], names: Sequence[str]) -> PagePart:
     for record in records:
         evaluations = record.state.of_kind("evaluation")
         evaluations += record.state.of_kind("test")
-        lines = tuple(Line((str(entry.get("epoch")), set_of(entry), *means_text(entry, UNKNOWN))) for entry in evaluations)
+        lines = tuple(Line((str(entry.get("epoch")), evaluated_set(entry), *means_text(entry, UNKNOWN))) for entry in evaluations)
         if lines:
             title = "Evaluations" if len(records) == 1 else f"Evaluations of {record.name}"
             headings = ("epoch", "set", "loss", "top-1", "top-5")

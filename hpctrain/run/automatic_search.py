@@ -164,7 +164,7 @@ class Automatic:
         def planned() -> tuple[Job, Backend]:
             config = keyword_config(Automatic, REPLICA_KEYS, vars(self), batch=batch)
             chosen = make_backend(config.backend, config.dtype, config.precision, place)
-            optimizer, lowering = optimizer_of(self.optimizer)(), Lowering(self.model, dtype=chosen.dtype)
+            optimizer, lowering = optimizer_factory(self.optimizer)(), Lowering(self.model, dtype=chosen.dtype)
             name, averages = type(self.model).__name__, self.ema_decay is not None
             job = job_of(name, lowering, chosen.kernels, self.image_shape, batch, optimizer, averages=averages)
             return job, chosen
@@ -174,7 +174,7 @@ class Automatic:
         return replace(find(started, job, space, self.machine), backend=backend)
 
 
-def optimizer_of(optimizer: Choice | Callable[[], Optimizer]) -> Callable[[], Optimizer]:
+def optimizer_factory(optimizer: Choice | Callable[[], Optimizer]) -> Callable[[], Optimizer]:
     """Return a factory of optimisers that are not bound to parameters yet.
 
     Raises:

@@ -44,7 +44,7 @@ from hpctrain.nn.whitening import whitened_convolution, whitening_filters
 from hpctrain.optim.ema import EmaRule
 from hpctrain.optim.schedules import LearningRateSchedule
 from hpctrain.parallel.rank_graph import make_network
-from hpctrain.run.data_cache import DataCache, give_levels
+from hpctrain.run.data_cache import DataCache, add_caches
 from hpctrain.run.images import make_loader, open_alike
 from hpctrain.run.messages import choose_transport
 from hpctrain.runs.directory import RunDirectory
@@ -251,7 +251,7 @@ def build(
     """
     opened = open_alike(session.world, session.config, tuple(session.config.data.files))
     setup = raise_on_all_ranks(session.world, lambda: _build(session, opened, known))
-    cache = give_levels(session, session.config.data.cache, setup.loaders, stop_requested=stop_requested)
+    cache = add_caches(session, session.config.data.cache, setup.loaders, stop_requested=stop_requested)
     arithmetic = setup.backend.kernels.arithmetic
     transport, way = choose_transport(session.config, session.world, arithmetic, session.device_messages)
     return replace(setup, cache=cache, transport=transport, notes=(*setup.notes, *way, *cache.notes))

@@ -33,7 +33,7 @@ from hpctrain.run.build import TrainingSetup
 from hpctrain.run.resume import Start, find_start
 from hpctrain.runs import directory as best_record
 from hpctrain.runs.directory import BestRecord, RunDirectory, require_owned, restore_files, small_files
-from hpctrain.runs.owner import marker_of
+from hpctrain.runs.owner import read_marker
 from hpctrain.runs.records import Bookkeeping
 from hpctrain.storage import checkpoint
 from hpctrain.training.accounts import Observer
@@ -100,7 +100,7 @@ def is_loss(measure: str) -> bool:
     return measure.removeprefix(EMA) == _LOSS
 
 
-def best_of(evaluations: Iterable[StepEvaluation], measure: str, steps: Collection[int]) -> StepEvaluation | None:
+def best_evaluation(evaluations: Iterable[StepEvaluation], measure: str, steps: Collection[int]) -> StepEvaluation | None:
     """Return the best evaluation among some steps; None if there is none, or if the measure is "none".
 
     Of equal evaluations, the earliest is returned.
@@ -122,7 +122,7 @@ def spared(evaluations: Collection[StepEvaluation], measure: str, by_age: Sequen
     """
     oldest = min(by_age[-keep:], default=-1)
     until = [step for step in by_age if step <= oldest]
-    return {best.step for steps in (by_age, until) if (best := best_of(evaluations, measure, steps)) is not None}
+    return {best.step for steps in (by_age, until) if (best := best_evaluation(evaluations, measure, steps)) is not None}
 
 
 class BestCheckpoint:
@@ -189,7 +189,7 @@ class BestCheckpoint:
         entries = [StepEvaluation(**entry) for entry in meta.get(EVALUATIONS, ())]
         decisive = ["data.validation", *(["data.test"] if self._evaluated == "test" else []), "data.evaluate_augment"]
         others = [key for key in (*decisive, *([_OTHER_LOSS] if is_loss(self._measure) else [])) if key in changed]
-        if others and best_of(entries, self._measure, {each.step for each in entries}) is not None:
+        if others and best_evaluation(entries, self._measure, {each.step for each in entries}) is not None:
             self._reporter.say(f"the best checkpoint is chosen among new ones only, as {' and '.join(others)} changed")
         self._evaluations = {} if others else {each.step: each for each in entries}
         self._unsettled, self._unchecked_start = False, start
@@ -200,7 +200,7 @@ class BestCheckpoint:
     def line(self, *, named: bool = True) -> str | None:
         """Return a line on the best checkpoint for the end of a run, with its path if `named`; None if there is none."""
         paths = dict(checkpoint.checkpoints(self._directory))
-        best = best_of(self._evaluations.values(), self._measure, paths)
+        best = best_evaluation(self._evaluations.values(), self._measure, paths)
         if best is None:
             return None
         path = f": {paths[best.step]}" if named else ""
@@ -217,7 +217,7 @@ class BestCheckpoint:
         start, self._unchecked_start = self._unchecked_start, None
         if start is None:
             return
-        while (best := best_of(self._evaluations.values(), self._measure, self._evaluations)) is not None:
+        while (best := best_evaluation(self._evaluations.values(), self._measure, self._evaluations)) is not None:
             lost = self._fault(best.step, start)
             if lost is None:
                 return
@@ -259,7 +259,7 @@ class BestCheckpoint:
 
     def _write_record(self, evaluations: Sequence[StepEvaluation]) -> None:
         paths = dict(checkpoint.checkpoints(self._directory))
-        best = best_of(evaluations, self._measure, paths)
+        best = best_evaluation(evaluations, self._measure, paths)
         record = None
         if best is not None and (value := best.value(self._measure)) is not None:
             record = BestRecord(paths[best.step].name, best.step, best.epoch, self._measure, value)
@@ -299,7 +299,7 @@ class RunCheckpoints(Observer):
         evaluated = config.data.evaluated or "test"
         self.best = BestCheckpoint(directory.checkpoints, config.checkpoint, reporter, evaluated) if session.is_root else None
         self.last: Path | None = None
-        self._sequence, self._identity = 0, None if (marker := marker_of(directory.path)) is None else marker.identity
+        self._sequence, self._identity = 0, None if (marker := read_marker(directory.path)) is None else marker.identity
         self._files = small_files(directory) if session.is_root else {}
 
     def take_up(self, start: Start | None) -> None:
@@ -392,7 +392,7 @@ class RunCheckpoints(Observer):
     def _place(self) -> dict[str, Any]:
         """Return the next checkpoint's sequence number and the identity of its run, as metadata. Only on the rank that writes."""
         self._sequence = max(1 + self._sequence, checkpoint.next_sequence(self._directory.checkpoints))
-        marker = marker_of(self._directory.path)
+        marker = read_marker(self._directory.path)
         self._identity = self._identity if marker is None else marker.identity
         return {checkpoint.SEQUENCE: self._sequence, **({} if self._identity is None else {checkpoint.RUN: self._identity})}
 

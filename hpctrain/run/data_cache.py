@@ -180,7 +180,7 @@ class DataCache:
     notes: tuple[str, ...]
 
 
-def give_levels(
+def add_caches(
     rank: StartedRank,
     config: CacheConfig,
     loaders: Sequence[Loader],

@@ -35,10 +35,10 @@ from hpctrain.data.image_file import DataFacts, ImageForm, described, difference
 from hpctrain.data.loader import Loader
 from hpctrain.job.session import Session
 from hpctrain.run.build import make_replica
-from hpctrain.run.data_cache import give_levels
+from hpctrain.run.data_cache import add_caches
 from hpctrain.run.images import make_loader, open_alike
-from hpctrain.run.resume import check_model, data_of, find_checkpoint, stored_config
-from hpctrain.runs.directory import RunDirectory, run_of
+from hpctrain.run.resume import check_model, find_checkpoint, stored_config, stored_data
+from hpctrain.runs.directory import RunDirectory, containing_run
 from hpctrain.storage.checkpoint import CheckpointContent
 from hpctrain.training.evaluation import ConfusionCounts, ConfusionMatrix, TopClasses, predict
 from hpctrain.training.metrics import Reporter, RunningSums
@@ -118,7 +118,7 @@ def run_evaluation(
     path, content = existing_checkpoint(session, source)
     setup = build_setup(session, path, content, split, averaged=averaged, flip=flip)
     if setup.mirror is not None:  # each image is read twice
-        give_levels(session, session.config.data.cache, [setup.loader])
+        add_caches(session, session.config.data.cache, [setup.loader])
         setup.mirror.read_through(setup.loader.pixels)
     replica, names = setup.replica, setup.images.file.class_names
     counts = ConfusionCounts(len(names)) if confusion else None
@@ -161,7 +161,7 @@ def keep_log(checkpoint: Path, rank: int) -> None:
     kept = log.current_rank_log()
     if kept is not None:
         place = checkpoint.resolve().parent
-        kept.keep_in(RunDirectory(run_of(place) or place).log_path(rank))
+        kept.keep_in(RunDirectory(containing_run(place) or place).log_path(rank))
 
 
 def known_data(config: Config, path: Path, content: CheckpointContent) -> DataFacts:
@@ -170,7 +170,7 @@ def known_data(config: Config, path: Path, content: CheckpointContent) -> DataFa
     Raises:
         CheckpointError: the configuration describes another model than that of the checkpoint, or the checkpoint has no facts.
     """
-    data = data_of(content, path)
+    data = stored_data(content, path)
     check_model(content, data, config, path)
     return data
 

@@ -176,14 +176,14 @@ def make_loader(
         tiles=tiles,
         shards=shards,
         prefetch=config.data.prefetch,
-        mixing=mixing_of(config) if shuffle else None,
+        mixing=configured_mixing(config) if shuffle else None,
         sizes=images.sizes,
         class_weights=class_weights,
         leaves_pixels=isinstance(kernels, PixelInput),
     )
 
 
-def mixing_of(config: Config) -> Mixing | None:
+def configured_mixing(config: Config) -> Mixing | None:
     """Return the mixing of training images; None if it is not configured."""
     chosen = config.data.mixing
     if not chosen.mixes:

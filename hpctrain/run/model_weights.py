@@ -29,7 +29,7 @@ from hpctrain.models.state_dict import (
     with_counters,
 )
 from hpctrain.nn.layers import Layer
-from hpctrain.run.resume import data_of
+from hpctrain.run.resume import stored_data
 from hpctrain.storage import checkpoint, weights_file
 from hpctrain.storage.atomic_write import write_bytes
 from hpctrain.storage.checkpoint import CheckpointContent, parameter_key, statistic_key
@@ -138,7 +138,7 @@ def of_checkpoint(
         raise CheckpointError(f"{path} has weights of the model {given}, not of {name}; leave --model out.")
     if name is None and given not in catalogue.names():
         raise ConfigError(f'The model of {path} is user code, which is loaded only on request; give --model "{given}".')
-    data = data_of(content, path)
+    data = stored_data(content, path)
     shape = _image_shape(config, data)
     model = Recipe(config, ImageFacts((shape or (1, 1, data.shape[2]),), len(data.class_names))).model
     position = Position.from_meta(content.meta)

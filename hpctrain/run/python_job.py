@@ -37,10 +37,10 @@ from hpctrain.launch.signals import SignalWatch
 from hpctrain.nn.layers import Layer
 from hpctrain.optim.base import Optimizer
 from hpctrain.planner.search.configured_search import with_candidate
-from hpctrain.run.automatic_search import BestCandidate, Choice, optimizer_of
+from hpctrain.run.automatic_search import BestCandidate, Choice, optimizer_factory
 from hpctrain.run.build import make_replica, put_weights
-from hpctrain.run.data_cache import give_levels
-from hpctrain.run.images import mixing_of
+from hpctrain.run.data_cache import add_caches
+from hpctrain.run.images import configured_mixing
 from hpctrain.run.messages import set_progress
 from hpctrain.run.resume import read_together
 from hpctrain.storage import checkpoint
@@ -69,7 +69,7 @@ def loader_mixing(config: Config, replica: Replica) -> Mixing | None:
     Raises:
         ConfigError: the backend of the replica does not support mixed labels.
     """
-    mixing = mixing_of(config)
+    mixing = configured_mixing(config)
     if mixing is not None and not replica.network.kernels.arithmetic.on_host:
         raise ConfigError(
             'Backend "cuda" does not support mixed labels yet; leave mixing out, or use backend "onednn" or "numpy".'
@@ -301,7 +301,7 @@ class Job(StartedRank):
                 )
             loop = LoopState(
                 self.progress.notes,
-                stop_asked=_asked_of(self.watch),
+                stop_asked=_stop_requests(self.watch),
                 most_skips=config.on_nonfinite.most,
                 saver=self.checkpoints.saver,
             )
@@ -312,7 +312,7 @@ class Job(StartedRank):
                 ImageFacts(((height, width, channels),), class_weights=tuple(class_weights)),
                 (self.grid.rows, self.grid.cols),
                 self.backends.get(words) or make_backend(*words, self.place),
-                Given(model, optimizer_of(optimizer)),
+                Given(model, optimizer_factory(optimizer)),
             )
             return make_replica(recipe, self, loop=loop, hint=_WRITTEN)
 
@@ -430,7 +430,7 @@ class Job(StartedRank):
         loader, levels = raise_on_all_ranks(self.world, make), config.data.cache
         if validation_of is not None:  # the other loader's cache fills its memory with the same file
             levels = levels.model_copy(update={"fill": "first_epoch"})
-        give_levels(self, levels, [loader], auto_share=0.25, stop_requested=_asked_of(self.watch))
+        add_caches(self, levels, [loader], auto_share=0.25, stop_requested=_stop_requests(self.watch))
         return loader
 
     def array_loader(
@@ -582,7 +582,7 @@ def _subset(file: ImageFile, validation: int | float | None, validation_of: Load
     return hold_out(file.labels, validation, seed, file.path).training
 
 
-def _asked_of(watch: SignalWatch | None) -> Callable[[], bool]:
+def _stop_requests(watch: SignalWatch | None) -> Callable[[], bool]:
     """Return a function that returns whether a signal has asked this rank to stop; always False if signals are not handled."""
     return watch.asked if watch is not None else lambda: False
 

@@ -36,8 +36,8 @@ from hpctrain.job.session import Session
 from hpctrain.launch.scheduler import own_job
 from hpctrain.run.images import open_alike
 from hpctrain.runs import directory
-from hpctrain.runs.directory import AUTO, BEST, RunDirectory, listed_runs, named_run, run_of, run_of_checkpoint
-from hpctrain.runs.owner import marker_of, was_owned_by_job
+from hpctrain.runs.directory import AUTO, BEST, RunDirectory, containing_run, listed_runs, named_run, run_of_checkpoint
+from hpctrain.runs.owner import read_marker, was_owned_by_job
 from hpctrain.storage import checkpoint
 from hpctrain.storage.checkpoint import CheckpointContent
 from hpctrain.storage.hdf5_store import ShardedTensors, ShardFacts, root_digest
@@ -177,13 +177,13 @@ def _newest_first(run: RunDirectory) -> tuple[Path, ...]:
 
 def _run_of(path: Path) -> Path | None:
     """Return the run directory that contains a checkpoint, if the checkpoint belongs to that run; otherwise None."""
-    run = run_of(path.parent)
+    run = containing_run(path.parent)
     return run if run is not None and _is_of(run, path) else None
 
 
 def _is_of(run: Path, path: Path) -> bool:
     """Return False if a checkpoint's metadata name another run."""
-    marker, identity = marker_of(run), checkpoint.run_identity(path)
+    marker, identity = read_marker(run), checkpoint.run_identity(path)
     return marker is None or identity is None or identity == marker.identity
 
 
@@ -233,7 +233,7 @@ def find_start(session: Session, source: str, ownership: RunOwnership | None = N
 
 def _start(session: Session, path: Path, content: CheckpointContent, opened: ImageFile) -> Start:
     """Check a checkpoint against the configuration and the training file, and return the start from it."""
-    data = data_of(content, path)
+    data = stored_data(content, path)
     config, position = session.config, Position.from_meta(content.meta)
     file = with_class_order(opened, data.class_names, CHECKPOINT)
     split = validation_split(config, opened)
@@ -256,7 +256,7 @@ def _start(session: Session, path: Path, content: CheckpointContent, opened: Ima
     return Start(run_of_checkpoint(path, content.meta), path, content, position, differences, data)
 
 
-def data_of(content: CheckpointContent, path: Path) -> DataFacts:
+def stored_data(content: CheckpointContent, path: Path) -> DataFacts:
     """Return the facts about the training file that a checkpoint stores.
 
     Raises:

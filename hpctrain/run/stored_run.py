@@ -13,7 +13,7 @@ from hpctrain.config.load import parse
 from hpctrain.config.schema import Config
 from hpctrain.core.errors import CheckpointError, ConfigError
 from hpctrain.core.yaml_source import Source
-from hpctrain.runs.directory import AUTO, BEST, RunDirectory, choice_note, find_best, named_run, newest_runs
+from hpctrain.runs.directory import AUTO, BEST, RunDirectory, find_best, named_run, newest_runs
 
 #: settings of ranks, machine and course of a training, which a prediction resets to their defaults
 FRESH = (
@@ -39,13 +39,11 @@ class StoredRun:
         source: path of the run directory or checkpoint, for `find_checkpoint`.
         config: text of its configuration.
         label: path of the file that contains the text, for messages.
-        note: sentence on the choice if there are runs of several names; otherwise empty.
     """
 
     source: str
     config: str
     label: str
-    note: str = ""
 
     def parsed(self, overrides: Sequence[str]) -> tuple[Config, Source]:
         """Return the configuration with the settings of ranks and machine reset to defaults, and its source.
@@ -80,7 +78,7 @@ def find_run(checkpoint: str, directory: Path) -> StoredRun:
     if checkpoint in (AUTO, BEST):
         best = None if checkpoint == AUTO else find_best(directory, None)
         run = newest_runs(directory, trained=True)[0] if best is None else RunDirectory(best.parent.parent)
-        return replace(_of_run(run), source=str(best or run.path), note=choice_note(directory, run.path))
+        return replace(_of_run(run), source=str(best or run.path))
     path = Path(checkpoint)
     if path.is_file() or path.suffix == ".shards":
         return _of_checkpoint(path)

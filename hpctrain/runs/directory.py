@@ -47,7 +47,7 @@ from hpctrain.core.errors import CheckpointError, ConfigError, DataError
 from hpctrain.core.files import TEXT_BYTES, json_object, read_bytes, read_text
 from hpctrain.launch.process_start import release
 from hpctrain.runs import records
-from hpctrain.runs.owner import MARKER, Claim, Ownership, RunMarker, mark, marker_of, unreadable
+from hpctrain.runs.owner import MARKER, Claim, Ownership, RunMarker, mark, read_marker, unreadable
 from hpctrain.runs.records import Bookkeeping
 from hpctrain.storage.atomic_write import PARTIAL, remove_unfinished, write_bytes, write_json, write_text
 from hpctrain.version import __version__
@@ -63,7 +63,6 @@ _GIT_SECONDS = 10
 # Size limit in bytes of the file that contains a path, above the longest path of any file system.
 _LONGEST_PATH = 1 << 14
 _MOST_BYTES_OF_SMALL = TEXT_BYTES
-_MOST_NAMES = 4
 
 #: files of a traced run: events for a time line, and time tables of a step
 TRACE_FILE, TABLE_FILE = "trace.json", "time_table.json"
@@ -530,7 +529,7 @@ def _listed(path: Path) -> ListedRun | None:
     if _STAMPED.fullmatch(path.name) is None and not os.access(path, os.X_OK, effective_ids=True):
         return None  # a file, or a private directory that does not have the name of a run
     try:
-        marker = marker_of(path)
+        marker = read_marker(path)
         lacking = MARKER if marker is None else "config.yaml"
         if not is_run(path):
             if os.path.lexists(path / lacking) or not stored_checkpoints(path / "checkpoints"):
@@ -557,10 +556,10 @@ def _original(copies: Sequence[ListedRun]) -> ListedRun:
 
 def is_run(path: Path) -> bool:
     """Return whether a marker and a configuration prove that a directory is a run; raise if the marker cannot be read."""
-    return os.path.lexists(path / "config.yaml") and marker_of(path) is not None
+    return os.path.lexists(path / "config.yaml") and read_marker(path) is not None
 
 
-def run_of(path: Path) -> Path | None:
+def containing_run(path: Path) -> Path | None:
     """Return `path` if it is a run directory, or the run of a directory of checkpoints; None if there is no run; see `is_run`."""
     place = path.parent if path.name == "checkpoints" else path
     return place if is_run(place) else None
@@ -589,20 +588,12 @@ def newest_runs(output: Path, count: int = 1, *, trained: bool = False) -> list[
     return newest[::-1]
 
 
-def choice_note(output: Path, chosen: Path) -> str:
-    """Return a sentence that names the chosen run and the names of other runs; "" if all runs have its name."""
-    of_name = {run.path: run.name for run in listed_runs(output, None)}
-    others = sorted({name for name in of_name.values() if name} - {of_name.get(chosen)})
-    names = ", ".join(others[:_MOST_NAMES]) + (", ..." if len(others) > _MOST_NAMES else "")
-    return f"reading {chosen}; {output} also has runs named {names}: give the directory of a run to choose it" if others else ""
-
-
 def run_of_checkpoint(path: Path, meta: Mapping[str, object]) -> RunDirectory | None:
     """Return the run of the checkpoint `path`; None if it is in no run directory, or in the directory of another run."""
     for place in (path, path.absolute(), path.resolve()):
         run = RunDirectory(place.parent.parent)
         if place.parent.name == run.checkpoints.name and is_run(run.path):
-            marker = marker_of(run.path)
+            marker = read_marker(run.path)
             if marker is not None and meta.get("run") == marker.identity:
                 return run
     return None

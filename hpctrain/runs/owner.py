@@ -84,7 +84,7 @@ def mark(path: Path, marker: RunMarker) -> None:
     write_json(path / MARKER, {**content, "begun": begun, "directory": path.name})
 
 
-def marker_of(path: Path) -> RunMarker | None:
+def read_marker(path: Path) -> RunMarker | None:
     """Return the marker of the run directory `path`; None if it has none, or if `run.json` belongs to another program.
 
     Raises:

@@ -23,7 +23,7 @@ from hpctrain.core.files import json_object, read_bytes
 from hpctrain.core.text import duration_text, loss_text, size_text
 from hpctrain.core.yaml_source import read_yaml
 from hpctrain.runs.directory import TABLE_FILE, TRACE_FILE, RunDirectory, StoredCheckpoint, read_best, stored_checkpoints
-from hpctrain.runs.state import Record, RunReader, RunState, set_of
+from hpctrain.runs.state import Record, RunReader, RunState, evaluated_set
 from hpctrain.trace import time_table
 from hpctrain.trace.time_table import TimeTable
 
@@ -193,7 +193,7 @@ def summary(record: RunRecord) -> Summary:
     """Return the figures of a run."""
     records = record.state.records
     evaluations = record.state.of_kind("evaluation")
-    latest = {set_of(entry): entry for entry in (*evaluations, *record.state.of_kind("test"))}
+    latest = {evaluated_set(entry): entry for entry in (*evaluations, *record.state.of_kind("test"))}
     ranked = [entry for entry in evaluations if isinstance(entry.get("top1"), int | float)]
     best = max(ranked, key=lambda entry: entry["top1"], default=None)
     epochs, measured = record.state.of_kind("epoch"), _latest_start(records)
@@ -205,7 +205,7 @@ def summary(record: RunRecord) -> Summary:
         steps=max((entry.get("step") or 0 for entry in records), default=0),
         ranks=record.state.ranks[0].ranks if record.state.ranks else None,
         hosts=tuple(dict.fromkeys(rank.host for rank in record.state.ranks)),
-        evaluated=set_of(evaluations[-1]) if evaluations else TEST,
+        evaluated=evaluated_set(evaluations[-1]) if evaluations else TEST,
         loss={split: _number(entry, "loss") for split, entry in latest.items()},
         top1={split: _number(entry, "top1") for split, entry in latest.items()},
         top5={split: _number(entry, "top5") for split, entry in latest.items()},
@@ -393,7 +393,7 @@ def _learning(run: int, record: RunRecord, key: str) -> Iterator[Curve]:
     yield from _curve(run, TRAINING, _training(records, key))
     evaluations = record.state.of_kind("evaluation", "test")
     for split in (VALIDATION, TEST):
-        of_split = [entry for entry in evaluations if set_of(entry) == split]
+        of_split = [entry for entry in evaluations if evaluated_set(entry) == split]
         for part, name in ((split, key), (f"{split}{AVERAGED}", f"ema_{key}")):
             yield from _curve(run, part, [(entry.get("epoch"), entry.get(name)) for entry in of_split])
 

@@ -36,7 +36,7 @@ class RunEvent:
     text: str
 
 
-def events_of(records: Iterable[Mapping[str, Any]]) -> list[RunEvent]:
+def run_events(records: Iterable[Mapping[str, Any]]) -> list[RunEvent]:
     """Return the events among the records of a run, in order. A missing field of a record appears as None in its text."""
     events = []
     for record in records:
@@ -93,7 +93,7 @@ def means_text(values: Record, unknown: str = "-") -> tuple[str, str, str]:
     return unknown if loss is None else loss_text(loss), top1, top5
 
 
-def set_of(evaluation: Record) -> str:
+def evaluated_set(evaluation: Record) -> str:
     """Return the set of an evaluation: "validation" or "test"."""
     return str(evaluation.get("set", "test"))
 
@@ -158,7 +158,7 @@ class RunState:
     @property
     def events(self) -> list[RunEvent]:
         """Unusual events, in order."""
-        return events_of(self.records)
+        return run_events(self.records)
 
     def silent_seconds(self, record: FlightRecord) -> float:
         """Return the time since a rank's last sign of life."""

@@ -23,7 +23,7 @@ from hpctrain.data.loader import ArrayLoader, Batch, BatchSource, Loader, TileOf
 from hpctrain.data.pipeline import ImageSizes, Pipeline
 from hpctrain.data.sampler import Mixing, Sampler
 from hpctrain.data.writer import write_data_file
-from hpctrain.run.data_cache import give_levels
+from hpctrain.run.data_cache import add_caches
 from tests.support.data_files import cached, in_memory
 from tests.support.runs import work_virtual
 
@@ -373,7 +373,7 @@ def through_levels(case, folder):
 
     def work(session):
         loader = case.loader(session.world.rank)
-        levels = give_levels(session, CacheConfig.model_validate(case.cache), [loader])
+        levels = add_caches(session, CacheConfig.model_validate(case.cache), [loader])
         batches = []
         for batch in first_batches(loader):
             session.world.allgather_object(None)  # virtual ranks take turns, and go on together as in a training

@@ -239,7 +239,7 @@ def _masks(*texts: range) -> list[frozenset[int]]:
         (_masks(range(2), range(2)), [0, 0], "0-1, shared by 2 ranks"),
         (_masks(range(2), range(2, 4)) * 3, [0, 0, 1, 1, 2, 2], "0-1 | 2-3 on each of 3 nodes"),
         (_masks(range(2), range(2), range(2, 4), range(2, 4)), [0, 1, 0, 1], "0-1 | 2-3 on each of 2 nodes"),  # dealt out in turn
-        (_masks(range(2), range(2, 4), range(4)), [0, 0, 1], "0-1 | 2-3 (ranks 0-1); 0-3 (rank 2)"),
+        (_masks(range(2), range(2, 4), range(4)), [0, 0, 1], "0-1 | 2-3 on the first node; others differ"),
         (
             _masks(*(range(2 * rank, 2 * rank + 2) for rank in range(64))),
             [0] * 64,

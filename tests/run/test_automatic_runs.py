@@ -35,7 +35,7 @@ from hpctrain.planner.search import configured_search
 from hpctrain.planner.search.search_space import SearchSpace
 from hpctrain.run import automatic_search as start_search
 from hpctrain.run import build
-from hpctrain.run.automatic_search import Automatic, StartedJob, named, optimizer_of
+from hpctrain.run.automatic_search import Automatic, StartedJob, named, optimizer_factory
 from hpctrain.runs.directory import RunDirectory
 from hpctrain.storage import checkpoint
 from hpctrain.storage.checkpoint import CheckpointContent
@@ -383,9 +383,9 @@ def test_names_and_options_come_as_in_a_configuration() -> None:
     assert named({"name": "sgd", "momentum": 0.5}) == ("sgd", {"momentum": 0.5})
     with pytest.raises(ConfigError, match="has no key"):
         named({"momentum": 0.5})
-    assert optimizer_of({"name": "lars"})().needs_norms
+    assert optimizer_factory({"name": "lars"})().needs_norms
     made = partial(Lars, momentum=0.5)
-    assert optimizer_of(made) is made
+    assert optimizer_factory(made) is made
 
 
 @pytest.fixture

@@ -38,7 +38,7 @@ from hpctrain.job.session import Session
 from hpctrain.launch.process_end import STOPPED
 from hpctrain.launch.threads import ThreadPlan
 from hpctrain.run import data_cache
-from hpctrain.run.data_cache import fill, give_levels
+from hpctrain.run.data_cache import add_caches, fill
 from hpctrain.run.images import make_loader
 from hpctrain_testing.faults import Fault, prepare, run_fault
 from hpctrain_testing.run import Outcome, clean_environment, run_job
@@ -91,7 +91,7 @@ def stream(
 
     def work(session: Session) -> tuple[list[list[bytes]], dict[str, int]]:
         loader = loader_of(session, folder / "train.h5", **options)
-        levels = give_levels(session, CacheConfig.model_validate(cache), [loader])
+        levels = add_caches(session, CacheConfig.model_validate(cache), [loader])
         batches: list[list[bytes]] = []
         for epoch in range(2):
             for batch in loader.epoch(epoch):
@@ -183,7 +183,7 @@ def test_mixed_images_read_each_sample_once_more_or_less(folder: Path) -> None:
 def notes(folder: Path, ranks: int, cache: Mapping[str, Any], loaders: int = 1) -> tuple[str, ...]:
     def work(session: Session) -> tuple[str, ...]:
         made = [loader_of(session, folder / "train.h5", prefetch=0) for _ in range(loaders)]
-        return give_levels(session, CacheConfig.model_validate(cache), made).notes
+        return add_caches(session, CacheConfig.model_validate(cache), made).notes
 
     first, *others = work_virtual(ranks, folder / "cached.yaml", (), work)
     assert all(other == first for other in others)

@@ -46,7 +46,7 @@ def start(output: Path, name: str, steps: list[int]) -> Path:
     """Make a run with checkpoints, as a training does, and return its directory."""
     config = f"{_LONG if name == NAMES[1] else ''}model: small\nname: {name}\n"
     run = RunDirectory.create(output, name, config=config, versions={}, git={})
-    marker = owner.marker_of(run.path)
+    marker = owner.read_marker(run.path)
     assert marker is not None
     for number, step in enumerate(steps, 1):
         meta = {checkpoint.RUN: marker.identity, checkpoint.SEQUENCE: number, "config": config}

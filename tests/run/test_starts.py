@@ -224,16 +224,16 @@ def with_other_image(path: Path, number: int, *, declared: bool) -> Path:
 
 #: by the fact that differs, and by nothing else as far as that can be: a file, and the words for it
 OTHERS: dict[str, tuple[Callable[[Path], Path], str]] = {
-    "samples": (lambda path: write(path, count=COUNT - 3), "17 images, not 20"),
-    "size": (lambda path: write(path, shape=(7, 5, 1)), "images of 7 x 5 x 1, not 7 x 6 x 1"),
-    "channels": (lambda path: write(path, shape=(7, 6, 3)), "images of 7 x 6 x 3, not 7 x 6 x 1"),
-    "number of classes": (lambda path: write(path, names=[*NAMES, "d"]), "4 classes, not 3"),
-    "order of classes": (lambda path: write(path, names=NAMES[::-1]), "class 0 is 'c', not 'a'"),
-    "labels": (lambda path: changed(path, labels=lambda labels: np.roll(labels, 1)), "other labels (checksum "),
+    "samples": (lambda path: write(path, count=COUNT - 3), "number of samples is 17, not 20"),
+    "size": (lambda path: write(path, shape=(7, 5, 1)), "shape of images is 7 x 5 x 1, not 7 x 6 x 1"),
+    "channels": (lambda path: write(path, shape=(7, 6, 3)), "shape of images is 7 x 6 x 3, not 7 x 6 x 1"),
+    "number of classes": (lambda path: write(path, names=[*NAMES, "d"]), "number of classes is 4, not 3"),
+    "order of classes": (lambda path: write(path, names=NAMES[::-1]), "class 0 is c, not a"),
+    "labels": (lambda path: changed(path, labels=lambda labels: np.roll(labels, 1)), "checksum of labels is "),
     "mean": (lambda path: changed(path, mean=lambda mean: np.nextafter(mean, 1)), "mean of channel 0 is 0."),
     "deviation": (lambda path: changed(path, std=lambda std: np.nextafter(std, 1)), "deviation of channel 0 is 0."),
-    "a stored image": (lambda path: with_other_image(path, COUNT - 1, declared=False), "image 19 has other pixels"),
-    "an image between": (lambda path: with_other_image(path, 9, declared=True), "other sums (checksum "),
+    "a stored image": (lambda path: with_other_image(path, COUNT - 1, declared=False), "checksum of image 19 is "),
+    "an image between": (lambda path: with_other_image(path, 9, declared=True), "checksum of all images is "),
 }
 
 
@@ -317,7 +317,7 @@ def test_the_doctor_says_what_a_training_says(inputs: Path, monkeypatch: pytest.
         return f"{finding.severity.value}: {finding.sentence}"
 
     here, other = inputs / "train.h5", inputs / "other-0.h5"
-    sentence = "fault: Rank 1 has another data.test than rank 0: 17 images, not 20 (rank 1 is on nid1)."
+    sentence = "fault: Rank 1 has another data.test than rank 0: number of samples is 17, not 20 (rank 1 is on nid1)."
     assert gathered([here, other], "data.test") == sentence
     assert gathered([other, other], "data.test") == "ok: Grid 1 x 2; 2 data files, the same on all ranks."
     assert gathered([other], "data.test") == "ok: Grid 1 x 1; 2 data files."
@@ -375,9 +375,9 @@ def test_picture_files_are_compared_as_they_are_stored(inputs: Path, formats: di
     content[reader.extents.first + 20] ^= 1
     (tmp_path / "damaged.h5").write_bytes(content)
     sentences = opened_by(inputs, [formats["pixels"], formats["pictures"], tmp_path / "damaged.h5"])
-    assert set(sentences) == {
-        f"Rank 2 has another data.train than rank 0: image 0 has other pixels; give all nodes the same {tmp_path}/damaged.h5."
-    }
+    [sentence] = set(sentences)
+    assert sentence.startswith("Rank 2 has another data.train than rank 0: checksum of image 0 is ")
+    assert sentence.endswith(f"; give all nodes the same {tmp_path}/damaged.h5.")
 
 
 def test_a_bounded_part_of_a_file_is_read_and_what_cannot_be_read_is_unknown(inputs: Path, tmp_path: Path, monkeypatch) -> None:
@@ -395,7 +395,7 @@ def test_a_bounded_part_of_a_file_is_read_and_what_cannot_be_read_is_unknown(inp
     facts = compared_facts(ImageFile.open(inputs / "train.h5"))
     monkeypatch.setattr(BlockReader, "_read_file", lambda self, pieces, patient: "Input/output error")
     unread = compared_facts(ImageFile.open(inputs / "train.h5"))
-    assert {name for name in facts if name not in unread} == {name for name in facts if name.startswith("image ")}
+    assert {name for name in facts if name not in unread} == {name for name in facts if name.startswith("checksum of image ")}
     assert said(2, lambda comm: compare(comm, Subject("x", "y", (facts, unread)[comm.rank], partial=True))) == ["", ""]
 
 
@@ -590,7 +590,7 @@ runpy.run_module("hpctrain", run_name="__main__", alter_sys=True)
 """
     outcome = job(2, ["-c", program], cwd=tmp_path)
     assert outcome.code != 0
-    sentence = "Rank 1 has another data.train than rank 0: 19 images, not 20; give all nodes the same train.h5."
+    sentence = "Rank 1 has another data.train than rank 0: number of samples is 19, not 20; give all nodes the same train.h5."
     assert outcome.stderr.count(sentence) == 1, outcome.output
     assert not (tmp_path / "0" / "runs").exists()
 

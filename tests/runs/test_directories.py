@@ -26,10 +26,10 @@ from hpctrain.runs import owner as run_owner
 from hpctrain.runs.directory import (
     BestRecord,
     RunDirectory,
+    containing_run,
     git_state,
     latest,
     restore_files,
-    run_of,
     runs,
     small_files,
     software_versions,
@@ -502,10 +502,10 @@ def test_the_record_comes_back_where_the_directory_was_removed(tmp_path: Path) -
 def test_the_run_of_a_directory(tmp_path: Path) -> None:
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
     (tmp_path / "run" / "config.yaml").touch()
-    assert run_of(tmp_path / "run" / "checkpoints") is None
+    assert containing_run(tmp_path / "run" / "checkpoints") is None
     make_run(tmp_path / "run", "name: a\n")
-    assert run_of(tmp_path / "run" / "checkpoints") == run_of(tmp_path / "run") == tmp_path / "run"
-    assert run_of(tmp_path) is None
+    assert containing_run(tmp_path / "run" / "checkpoints") == containing_run(tmp_path / "run") == tmp_path / "run"
+    assert containing_run(tmp_path) is None
 
 
 BEST = BestRecord("checkpoint-00000035.h5", 35, 7, "top1", 0.9193)

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from hpctrain.averaging.collective_schedule import CollectiveSchedule
 from hpctrain.core.errors import CheckpointError
 from hpctrain.data.image_file import DataFacts, ImageFile
-from hpctrain.run.resume import data_of
+from hpctrain.run.resume import stored_data
 from hpctrain.storage import checkpoint
 from hpctrain.storage import shards as write_shares
 from hpctrain.storage.checkpoint import (
@@ -461,4 +461,4 @@ def test_a_data_file_of_an_earlier_program_is_read() -> None:
     assert np.array_equal(file.images, random.integers(0, 256, (SAMPLES, *SHAPE), dtype=np.uint8))
     assert np.array_equal(file.labels, random.integers(0, len(CLASSES), SAMPLES))
     run = FIXTURES / "sharded" / "run"
-    assert (tuple(file.class_names), data_of(_newest(run), run)) == (CLASSES, DataFacts.of(file))
+    assert (tuple(file.class_names), stored_data(_newest(run), run)) == (CLASSES, DataFacts.of(file))

@@ -40,7 +40,7 @@ from hpctrain.run import reproducibility
 from hpctrain.run.accounts import RunHashes
 from hpctrain.run.build import TrainingSetup, build_trainer
 from hpctrain.run.checkpoints import RunCheckpoints, rollback
-from hpctrain.run.data_cache import give_levels
+from hpctrain.run.data_cache import add_caches
 from hpctrain.run.images import make_loader
 from hpctrain.run.resume import AUTO, Start, find_start
 from hpctrain.runs.directory import RunDirectory
@@ -212,7 +212,7 @@ class PartOfRun:
             pipeline = Pipeline([], config.seed, np.zeros(3), np.ones(3), config.dtype)
             images = Images(file, pipeline, sizes=task.image_sizes)
             loader = make_loader(session, images, replica.tiles, batch=config.batch, shuffle=True, shards=replica.passes.shards)
-            give_levels(session, config.data.cache, [loader])
+            add_caches(session, config.data.cache, [loader])
             assert isinstance(file.pixels, MappedReader)
             file.pixels.policy = replace(file.pixels.policy, pauses_seconds=())
         killed = self.course is not None and self._ends_by("kill") and session.world.rank == self.course.rank % session.world.size
