@@ -125,23 +125,52 @@ class RankProcess:
             resume: earlier run of `--resume`, whose automatic choices are reused.
         """
         prepared = self._prepared(read)  # steps 7 and 8
-        config = None if isinstance(prepared, HpctrainError) else prepared[0]
-        self._load(config, trains=trains)  # step 9
+        known = None if isinstance(prepared, HpctrainError) else prepared[0]
+        self._load(known, trains=trains)  # step 9
         if not gc.isenabled():
             gc.freeze()  # the objects that exist now stay: collections need not visit them
             gc.enable()
-        revision, device_messages = self._before_mpi(config)  # step 10
+        revision, device_messages = self._before_mpi(known)  # step 10
         self.flight.phase("")
-        deadline_seconds = DEADLINE_SECONDS if config is None else config.deadline_seconds
+        deadline_seconds = DEADLINE_SECONDS if known is None else known.deadline_seconds
         world = self.start_world(deadline_seconds)  # step 11
         if not self._stays:
             # MPI must end before its shared-memory segments are forgotten: a rank that is killed during the end leaves some.
             self.exits.callback(self.end_mpi)
         self.watch(world, deadline_seconds)
-        return self._agreed(world, prepared, resume, revision, device_messages)
+        from hpctrain.comm.base import raise_on_all_ranks
+        from hpctrain.job.automatic_choice import Resolved
+        from hpctrain.job.same_start import check_same_code, check_same_start
+        from hpctrain.job.session import Session, StartedJob
+
+        def given() -> tuple[Config, ThreadPlan]:
+            if isinstance(prepared, HpctrainError):
+                raise prepared
+            return prepared
+
+        config, threads = raise_on_all_ranks(world, given)
+        check_same_start(world, config, leads_node=not self.launcher.local_rank, options=self._options)
+        check_same_code(world)
+        started = StartedJob(world, threads.threads, config.deadline_seconds)
+        notes: tuple[str, ...] = ()
+        if self._smoke:
+            from hpctrain.run.smoke import smoke_trial
+
+            trial = smoke_trial(config, started)
+            config, notes = trial.config, trial.notes
+        resolved = Resolved(config)
+        if config.automatic:
+            from hpctrain.run.automatic_search import choose
+
+            resolved = choose(config, started, resume)
+        resolved = replace(resolved, lines=(*notes, *resolved.lines))
+        return Session.start(resolved, self.launcher, threads, world, revision, self.flight, device_messages)
 
     def _prepared(self, read: ReadConfig) -> tuple[Config, ThreadPlan] | HpctrainError:
-        """Read the configuration and set the threads. An error is returned: all ranks raise it once MPI has started."""
+        """Return the checked configuration with all its defaults, and the plan of the threads, which are now set.
+
+        An error is returned: all ranks raise it once MPI has started.
+        """
         self.flight.phase("reading the configuration")
         try:
             begin_log(self._log_ranks, self.launcher)
@@ -149,7 +178,16 @@ class RankProcess:
             _log.debug("flight record until there is a run directory: %s", self.flight.begun_at)
             facts = (os.getpid(), platform.node(), __version__, self.launcher.name, " ".join(sys.argv[1:]))
             _log.debug("process %d on %s, hpctrain %s, launcher %s: %s", *facts)
-            return self._checked(*read())
+            config, source = read()
+            threads = set_threads(self.launcher, None if config.threads == "auto" else config.threads, measures=True)
+            from hpctrain.assembly.faults import check_config
+
+            config = check_config(config, source)
+            if self.rank() == 0 and any(reporter.name == "tensorboard" for reporter in config.metrics.all_reporters):
+                from hpctrain.training.reporters.tensorboard import tensorboard_writer
+
+                tensorboard_writer()  # reports a missing package before the job starts
+            return config, threads
         except HpctrainError as error:
             return error
         except Exception as error:
@@ -157,18 +195,6 @@ class RankProcess:
             if fault is None:
                 raise
             return fault
-
-    def _checked(self, config: Config, source: Source) -> tuple[Config, ThreadPlan]:
-        """Set the threads; return them with the checked configuration, all defaults filled in."""
-        threads = set_threads(self.launcher, None if config.threads == "auto" else config.threads, measures=True)
-        from hpctrain.assembly.faults import check_config
-
-        config = check_config(config, source)
-        if self.rank() == 0 and any(reporter.name == "tensorboard" for reporter in config.metrics.all_reporters):
-            from hpctrain.training.reporters.tensorboard import tensorboard_writer
-
-            tensorboard_writer()  # reports a missing package before the job starts
-        return config, threads
 
     def _load(self, config: Config | None, *, trains: bool) -> None:
         """Load the modules of the job before ranks wait for each other, so that one slow file system does not delay all ranks."""
@@ -226,38 +252,6 @@ class RankProcess:
 
         self.exits.enter_context(watched(self.flight, world, deadline_seconds))
 
-    def _agreed(
-        self,
-        world: Communicator,
-        prepared: tuple[Config, ThreadPlan] | HpctrainError,
-        resume: str | None,
-        revision: Mapping[str, object],
-        device_messages: str | None,
-    ) -> Session:
-        """Return a session over the world, on which all ranks agree. Collective over all ranks."""
-        from hpctrain.comm.base import raise_on_all_ranks
-        from hpctrain.job.automatic_choice import Resolved
-        from hpctrain.job.same_start import check_same_code, check_same_start
-        from hpctrain.job.session import Session, StartedJob
-
-        config, threads = raise_on_all_ranks(world, lambda: _given(prepared))
-        check_same_start(world, config, leads_node=not self.launcher.local_rank, options=self._options)
-        check_same_code(world)
-        started = StartedJob(world, threads.threads, config.deadline_seconds)
-        notes: tuple[str, ...] = ()
-        if self._smoke:
-            from hpctrain.run.smoke import smoke_trial
-
-            trial = smoke_trial(config, started)
-            config, notes = trial.config, trial.notes
-        resolved = Resolved(config)
-        if config.automatic:
-            from hpctrain.run.automatic_search import choose
-
-            resolved = choose(config, started, resume)
-        resolved = replace(resolved, lines=(*notes, *resolved.lines))
-        return Session.start(resolved, self.launcher, threads, world, revision, self.flight, device_messages)
-
     def finish(self) -> None:
         """Run the callbacks of `exits`, the last one first."""
         self.exits.close()
@@ -276,9 +270,3 @@ class RankProcess:
         """
         self.end_mpi()
         raise SystemExit(code)
-
-
-def _given(prepared: tuple[Config, ThreadPlan] | HpctrainError) -> tuple[Config, ThreadPlan]:
-    if isinstance(prepared, HpctrainError):
-        raise prepared
-    return prepared

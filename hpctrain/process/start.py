@@ -57,22 +57,13 @@ class StartedProcess:
         self._ends: contextlib.ExitStack | None = None
 
     def __enter__(self) -> SignalWatch | None:
-        if any(self._words[: len(command)] == command for command in _COMPUTING):
-            return self._compute(self._words[0])
-        from hpctrain.launch.process_start import forgive_writes, open_closed_streams
-
-        open_closed_streams()
-        forgive_writes(raises=True)
-        return None
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if self._ends is not None:
-            self._ends.__exit__(kind, error, trace)
-
-    def _compute(self, command: str) -> SignalWatch:
-        """Run steps 1 to 6 of a process that computes."""
         from hpctrain.launch.process_start import HELD, OF_PROGRAMS, forgive_writes, hold, open_closed_streams
 
+        if not any(self._words[: len(command)] == command for command in _COMPUTING):
+            open_closed_streams()
+            forgive_writes(raises=True)
+            return None
+        command = self._words[0]
         held = hold(OF_PROGRAMS if command == "script" else HELD)  # step 1
         open_closed_streams()  # step 2
         import contextlib
@@ -106,6 +97,10 @@ class StartedProcess:
         ends.callback(gc.enable)
         ends.push(recording)
         return watch
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._ends is not None:
+            self._ends.__exit__(kind, error, trace)
 
 
 def load_config(file: Path, overrides: tuple[str, ...]) -> tuple[Config, Source]:

@@ -343,7 +343,10 @@ class _Accounts:
 def _begin_accounts(session: Session, setup: TrainingSetup, directory: RunDirectory, reporter: Reporter) -> _Accounts:
     """Choose the progress mode, and create the accounts and the trace report. Collective."""
     reproducibility.keep_schedules(session, setup, directory)
-    _start_measuring(session, setup, directory, reporter)
+    mode = set_progress(session, setup.replica.network, session.config.progress)
+    if mode is not ProgressMode.TEST and session.world.size > 1:
+        reporter.say(f"progress {mode}: {mode.in_words}")
+    reporter.record("progress", {"mode": str(mode)})
     steps, trace = accounts.step_times(session, setup), None
     if session.progress.trace is not None:
         from hpctrain.run.trace_report import TraceReport  # here: only traced runs need it
@@ -436,17 +439,14 @@ def _new_directory(session: Session, setup: TrainingSetup, ownership: RunOwnersh
 
 
 def _directory(session: Session, setup: TrainingSetup, start: Start | None, ownership: RunOwnership) -> RunDirectory:
-    """Return the run's directory, without metrics and checkpoints of steps after `start`. Collective."""
+    """Return the run's directory, with the current configuration. Collective.
+
+    Rank 0 removes the metrics of steps after `start`, and sets their checkpoints aside.
+    """
     if start is None or start.directory is None:
         return _new_directory(session, setup, ownership)
     ownership.take(session, start.directory.path)
     directory = replace(start.directory, ownership=ownership.claim)
-    _cut_records(session, setup, start, directory)
-    return directory
-
-
-def _cut_records(session: Session, setup: TrainingSetup, start: Start, directory: RunDirectory) -> None:
-    """On rank 0, remove metrics and set aside checkpoints of steps after `start`; write the current configuration. Collective."""
     position = start.position
     evaluates = position.epoch >= session.config.epochs and setup.evaluation_loader is not None
 
@@ -459,6 +459,7 @@ def _cut_records(session: Session, setup: TrainingSetup, start: Start, directory
             keep_choice(session.resolved, directory)
 
     raise_on_all_ranks(session.world, cut)
+    return directory
 
 
 def _reporter(session: Session, directory: RunDirectory, style: ProgressStyle | None, done_steps: int = 0) -> Reporter:
@@ -529,14 +530,6 @@ def _introduce_start(
     reporter.say(f"run directory {directory.path}{', which is deleted if the trial succeeds' if asked.trial else ''}")
 
 
-def _start_measuring(session: Session, setup: TrainingSetup, directory: RunDirectory, reporter: Reporter) -> None:
-    """Apply the progress mode, record it, and report it unless it is the default. Collective."""
-    mode = set_progress(session, setup.replica.network, session.config.progress)
-    if mode is not ProgressMode.TEST and session.world.size > 1:
-        reporter.say(f"progress {mode}: {mode.in_words}")
-    reporter.record("progress", {"mode": str(mode)})
-
-
 def _about(session: Session, setup: TrainingSetup) -> dict[str, object]:
     """Return the conditions of a measurement: versions, model, grid, threads."""
     config = session.config
@@ -589,8 +582,9 @@ def _end_lines(asked: _Request, end: RunEnd, config: Config, checkpoints: RunChe
     elif outcome.stopped:
         yield f"ended after epoch {outcome.position.epoch} of {epochs}, as requested by on_epoch"
         yield f"continue with {continuation}"
-    if outcome.position.skipped:
-        yield _skipped(outcome.position)
+    if skipped := outcome.position.skipped:
+        were = "step was" if skipped == 1 else "steps were"
+        yield f"{skipped:,} of {outcome.position.global_step:,} {were} skipped because of values that were not finite"
     then = f" after epoch {outcome.evaluated_epochs} of {epochs}" if outcome.stopped else ""
     for split, sums in ((config.data.evaluated, outcome.evaluation), ("test", outcome.test)):
         if sums is not None:
@@ -617,12 +611,6 @@ def _steps_reached(outcome: Outcome, epochs: int, asked: _Request, directory: Pa
         yield "no evaluation was made; evaluations are made only at ends of epochs"
     yield f"checkpoint {written}"
     yield f"continue with {asked.continuation(directory, all_steps=True)}"
-
-
-def _skipped(position: Position) -> str:
-    """Return a line with the number of skipped steps."""
-    were = "step was" if position.skipped == 1 else "steps were"
-    return f"{position.skipped:,} of {position.global_step:,} {were} skipped because of values that were not finite"
 
 
 def _versions(session: Session, setup: TrainingSetup) -> dict[str, str]:
