@@ -54,7 +54,6 @@ from hpctrain.training.accounts import ImageSizeReport, Observer
 from hpctrain.training.metrics import Reporter
 from hpctrain.training.passes import check_memory
 from hpctrain.training.replica import LoopState, Replica
-from hpctrain.training.saving import Saver
 from hpctrain.training.snapshot import Position
 from hpctrain.training.stopping import EarlyStop, TimeLimit
 from hpctrain.training.trainer import Cadence, Trainer
@@ -271,7 +270,8 @@ def _build(session: Session, opened: Mapping[Split, ImageFile], known: DataFacts
     labels = train.file.labels if train.subset is None else train.file.labels[train.subset]
     weights = class_weights(config, labels, data.class_names)
     recipe = replace(session.recipe, facts=replace(facts, class_weights=weights), backend=backend)
-    replica = make_replica(recipe, session)
+    loop = LoopState(session.progress.notes, most_skips=config.on_nonfinite.most)
+    replica = make_replica(recipe, session, loop=loop)
     check_image_shapes(replica.network, (*facts.shapes[1:], *(images.shape for images in evaluated.values())))
     check_memory(replica.network, -(-config.batch // session.world.size), replica.passes.following)
     kernels, shards = replica.network.kernels, config.exact.shards
@@ -385,7 +385,6 @@ def build_trainer(
     go_back: Callable[[DivergedError, Position], Position] | None = None,
     stop_requested: Callable[[], bool] = lambda: False,
     limit: TimeLimit | None = None,
-    saver: Saver | None = None,
     observers: Sequence[Observer] = (),
     end_after: Callable[[Mapping[str, Any]], bool] | None = None,
 ) -> Trainer:
@@ -406,14 +405,12 @@ def build_trainer(
             checkpoint_epochs=config.checkpoint.every_epochs,
             checkpoint_steps=config.checkpoint.every_steps,
             steps=steps,
-            most_skips=config.on_nonfinite.most,
         ),
         reporter=reporter,
         save=save,
         go_back=go_back,
         stop_requested=stop_requested,
         limit=limit,
-        saver=saver,
         early_stop=None if stop.patience is None else EarlyStop(stop.metric, stop.patience, min_delta=stop.min_delta),
         observers=(*sizes, *observers),
         end_after=end_after,

@@ -289,6 +289,7 @@ def _run_phases(session: Session, watch: SignalWatch, ownership: RunOwnership, a
         enter(session, RunPhase.TAKE_UP)
         checkpoints = RunCheckpoints(session, setup, directory, reporter)
         checkpoints.take_up(start)
+        setup.replica.loop.writes_with(checkpoints.saver)
         trainer = build_trainer(
             session,
             setup,
@@ -298,7 +299,6 @@ def _run_phases(session: Session, watch: SignalWatch, ownership: RunOwnership, a
             go_back=rollback(session, setup, directory, reporter, checkpoints, start),
             stop_requested=watch.asked,
             limit=limit.limit,
-            saver=checkpoints.saver,
             observers=(checkpoints, *run_accounts.records, run_accounts.steps),
             end_after=asked.end_after,
         )

@@ -56,13 +56,14 @@ class LoopState:
     Args:
         stop_asked: function that returns whether this rank was asked to stop.
         most_skips: maximum number of consecutive steps that may be skipped because they are not finite.
-        saver: saver that writes checkpoints while steps continue; None: there is none.
+        saver: saver that writes checkpoints while steps continue; None: none before `writes_with`.
 
     Attributes:
         skipped: total number of steps that changed nothing.
         skipped_in_a_row: number of consecutive steps, up to the latest, that changed nothing.
         cause: cause of the latest skipped step; None if none was skipped.
         stop_requested: whether some rank was asked to stop; all ranks read this after the same step.
+        saver: the saver; None: there is none.
         kept_step: step of the newest checkpoint, for messages; None: there is none.
     """
 
@@ -74,7 +75,7 @@ class LoopState:
         most_skips: int = 10,
         saver: Saver | None = None,
     ) -> None:
-        self._notes, self._saver, self._most_skips = notes, saver, most_skips
+        self._notes, self.saver, self._most_skips = notes, saver, most_skips
         self.stop_asked = stop_asked
         self.skipped = self.skipped_in_a_row = 0
         self.cause: Cause | None = None
@@ -88,7 +89,7 @@ class LoopState:
 
     def status_flag(self) -> int:
         """Return this rank's flag about a checkpoint that is being written, for a step's message (see `Saver.status_flag`)."""
-        return 0 if self._saver is None else self._saver.status_flag()
+        return 0 if self.saver is None else self.saver.status_flag()
 
     def take(self, totals: StepTotals) -> None:
         """Update the stop request and the checkpoint status from the sums of a step over all ranks."""
@@ -109,17 +110,21 @@ class LoopState:
             DivergedError: more than `most_skips` consecutive steps were skipped.
         """
         self._count(cause, lr)
-        exchanges = self._saver is not None and self._status >= self._saver.size
-        if self._saver is not None and exchanges:
+        exchanges = self.saver is not None and self._status >= self.saver.size
+        if self.saver is not None and exchanges:
             self._notes.phase(RunPhase.STATUS)
             drain()
-            self._saver.exchange_status()
+            self.saver.exchange_status()
         self._status = 0
         return exchanges
 
     def restore(self, position: Position) -> None:
         """Set the numbers of skipped steps to those of a position from which training continues."""
         self.skipped, self.skipped_in_a_row, self.cause = position.skipped, position.skipped_in_a_row, None
+
+    def writes_with(self, saver: Saver) -> None:
+        """Set the saver, which may be created after the replica."""
+        self.saver = saver
 
     def keeps(self, step: int) -> None:
         """Note that the newest checkpoint is of this step."""

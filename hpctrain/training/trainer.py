@@ -15,8 +15,7 @@ from hpctrain.optim.schedules import LearningRateSchedule
 from hpctrain.trace.tracer import Category
 from hpctrain.training.accounts import Observer, StepTrace
 from hpctrain.training.metrics import Rate, Reporter, RunningSums, epoch_values
-from hpctrain.training.replica import LoopState, Replica
-from hpctrain.training.saving import Saver
+from hpctrain.training.replica import Replica
 from hpctrain.training.snapshot import Position
 from hpctrain.training.stopping import EarlyStop, TimeLimit
 
@@ -30,7 +29,6 @@ class Cadence:
         checkpoint_epochs: epochs between checkpoints.
         checkpoint_steps: steps between checkpoints.
         steps: number of steps after which this run stops, for tests and trials; 0: no limit.
-        most_skips: maximum number of consecutive steps that may be skipped because they are not finite.
     """
 
     epochs: int
@@ -38,7 +36,6 @@ class Cadence:
     checkpoint_epochs: int = 1
     checkpoint_steps: int = 0
     steps: int = 0
-    most_skips: int = 10
 
 
 @dataclass
@@ -75,7 +72,6 @@ class Trainer:
         go_back: function from an error and the position where it was raised to the position from which training continues; it
             restores the state of that position, or raises. None: an error ends the training.
         stop_requested: function that returns whether this rank was asked to stop.
-        saver: saver to which `save` hands checkpoints that are written in the background; None: there is none.
         early_stop: rule that ends the training early; None: there is none.
         observers: observers, called in this order; the same on every rank.
         end_after: function that receives the values of an epoch (see `epoch_values`) and returns whether to end the training,
@@ -96,7 +92,6 @@ class Trainer:
         go_back: Callable[[DivergedError, Position], Position] | None = None,
         stop_requested: Callable[[], bool] = lambda: False,
         limit: TimeLimit | None = None,
-        saver: Saver | None = None,
         early_stop: EarlyStop | None = None,
         observers: Sequence[Observer] = (),
         evaluated: str = "test",
@@ -108,11 +103,11 @@ class Trainer:
         self._schedule, self._cadence = schedule, cadence
         self._reporter, self._save, self._stop_requested = reporter, save, stop_requested
         self._limit = TimeLimit() if limit is None else limit
-        self._go_back, self._saver, self._early_stop = go_back, saver, early_stop
+        self._go_back, self._early_stop = go_back, early_stop
         self._end_after, self._ends = end_after, False
         self._notes, self._trace = replica.progress.notes, replica.progress.trace
         self._observers = [*observers, *([] if self._trace is None else [StepTrace(self._trace)])]
-        self._state = LoopState(self._notes, most_skips=cadence.most_skips, saver=saver)
+        self._state = replica.loop
         self._rate = Rate()
         self._saved_step = -1
         self._steps_run = 0
@@ -151,7 +146,6 @@ class Trainer:
         self._replica.require_alike(schedules=schedules)
 
     def _start_at(self, position: Position) -> None:
-        self._replica.loop = self._state
         self._state.restore(position)
         self._saved_step = position.global_step
         self._replica.global_step = position.global_step
@@ -267,8 +261,8 @@ class Trainer:
             self._reporter.warn(f"step {cause.step} skipped: {cause}")
         exchanged = self._state.end(cause, replica.lr, replica.drain)
         position.skipped, position.skipped_in_a_row = self._state.skipped, self._state.skipped_in_a_row
-        if exchanged and self._saver is not None and self._saver.last_seconds:
-            self._limit.wrote(self._saver.last_seconds)
+        if exchanged and (saver := self._state.saver) is not None and saver.last_seconds:
+            self._limit.wrote(saver.last_seconds)
         # Read before a checkpoint of the same step is written: a run that resumes from it does not repeat the step.
         readers = [observer for observer in self._observers if observer.reads_state(position.global_step)]
         if readers:
@@ -387,7 +381,8 @@ class Trainer:
         begin_ns = self._trace.clock_ns() if self._trace is not None else 0
         self._check()
         self._notes.phase(RunPhase.SAVE)
-        with self._limit.saving(whole=self._saver is None or not self._saver.asynchronous):
+        saver = self._state.saver
+        with self._limit.saving(whole=saver is None or not saver.asynchronous):
             self._save(position)
         self._saved_step = position.global_step
         self._state.keeps(position.global_step)

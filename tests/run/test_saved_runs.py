@@ -498,10 +498,9 @@ NAMES = ("net.h5", "net.shards")
 
 def _made(comm: ThreadCommunicator) -> tuple[Replica, LoopCheckpoints]:
     progress = virtual_engine(comm)
-    replica = replica_of(TASK, comm, progress, Sharded)
     checkpoints = LoopCheckpoints(comm, progress.notes, 60.0)
-    replica.loop = LoopState(progress.notes, saver=checkpoints.saver)
-    return replica, checkpoints
+    loop = LoopState(progress.notes, saver=checkpoints.saver)
+    return replica_of(TASK, comm, progress, Sharded, loop=loop), checkpoints
 
 
 def _tensors(replica: Replica) -> dict[str, bytes]:

@@ -159,6 +159,7 @@ class PartOfRun:
             session.world.allgather_object(None)
         directory = directory or _new_directory(session)
         checkpoints = RunCheckpoints(session, parts, directory, reporter)
+        parts.replica.loop.writes_with(checkpoints.saver)
         hashes = RunHashes(session, parts.replica, directory)
         go_back = rollback(session, parts, directory, reporter, checkpoints, start)
         first_step = position.global_step
@@ -173,7 +174,6 @@ class PartOfRun:
             go_back=go_back,
             stop_requested=asks if ends and self._ends_by("request") else lambda: False,
             limit=TimeLimit(1e3, clock=lambda: 1e6 * asks()) if ends and self._ends_by("max_time") else None,
-            saver=checkpoints.saver,
             observers=(hashes,),
         )
         outcome = trainer.run(position)

@@ -27,7 +27,7 @@ from hpctrain.parallel.groups import GridGroups
 from hpctrain.parallel.parallel_plan import ParallelPlan
 from hpctrain.parallel.rank_graph import make_network
 from hpctrain.training.metrics import StepTotals
-from hpctrain.training.replica import Replica, StrategyFactory
+from hpctrain.training.replica import LoopState, Replica, StrategyFactory
 from hpctrain.training.snapshot import Position
 from hpctrain.training.state_hashes import hash_of, state_hashes
 from hpctrain.training.weight_watch import CheckCadence
@@ -179,6 +179,7 @@ def replica_of(
     strategy: StrategyFactory,
     *,
     nominal_batch: int | None = None,
+    loop: LoopState | None = None,
     **options: Any,
 ) -> Replica:
     """The replica that a task trains on the ranks of `comm`, on the grid of its plan; agreed. Collective.
@@ -190,13 +191,19 @@ def replica_of(
         assert isinstance(strategy, type)
         strategy = partial(strategy, options=strategy.Options(**options))
     groups = GridGroups(ProcessGrid(comm, task.plan.rows, comm.size // task.plan.rows))
-    replica = replica_on(task, groups, progress, strategy, nominal_batch=nominal_batch)
+    replica = replica_on(task, groups, progress, strategy, nominal_batch=nominal_batch, loop=loop)
     replica.agree(transport=task.transport)
     return replica
 
 
 def replica_on(
-    task: Task, groups: GridGroups, progress: ProgressEngine, strategy: StrategyFactory, *, nominal_batch: int | None = None
+    task: Task,
+    groups: GridGroups,
+    progress: ProgressEngine,
+    strategy: StrategyFactory,
+    *,
+    nominal_batch: int | None = None,
+    loop: LoopState | None = None,
 ) -> Replica:
     """The replica that a task trains on these groups, before its ranks agree."""
     network = make_network(
@@ -224,6 +231,7 @@ def replica_on(
         checks=task.checks,
         skips=task.skips,
         ema=task.ema,
+        loop=loop,
     )
 
 

@@ -27,7 +27,7 @@ from hpctrain.optim.schedules import Constant
 from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
 from hpctrain.storage.checkpoint import CheckpointContent
 from hpctrain.training.metrics import Reporter
-from hpctrain.training.replica import Replica
+from hpctrain.training.replica import LoopState, Replica
 from hpctrain.training.snapshot import Position
 from hpctrain.training.trainer import Cadence, Trainer
 from hpctrain_testing.virtual.communicator import ThreadCommunicator
@@ -320,7 +320,8 @@ def _train_case(comm: ThreadCommunicator, case: Case) -> Kept:
     task = replace(case.task, skips=not case.left_out)
     if "momentum_correction" in options:
         task = replace(task, optimizer=partial(Sgd, momentum=0.0))
-    replica = replica_of(task, comm, virtual_engine(comm), kind, **options)
+    progress = virtual_engine(comm)
+    replica = replica_of(task, comm, progress, kind, loop=LoopState(progress.notes, most_skips=case.most), **options)
     kept, here, now = Kept(), comm.rank == comm.size - 1, [-1]
 
     def before(number: int, batch: Batch) -> Batch:
@@ -349,7 +350,7 @@ def _train_case(comm: ThreadCommunicator, case: Case) -> Kept:
     def save(position: Position) -> None:
         kept.content = replica.state(position, {})
 
-    cadence = Cadence(epochs=2, checkpoint_epochs=1, steps=case.steps, most_skips=case.most)
+    cadence = Cadence(epochs=2, checkpoint_epochs=1, steps=case.steps)
     trainer = trainer_of(task, replica, before, save, cadence, kept)
     position = Position() if case.content is None else replica.load(case.content)
     try:

@@ -168,9 +168,7 @@ RANKS = (1, 2, 3)
 
 
 def _replica(comm: ThreadCommunicator, task: Task, loop: LoopState) -> Replica:
-    replica = replica_of(task, comm, virtual_engine(comm), Sharded)
-    replica.loop = loop
-    return replica
+    return replica_of(task, comm, virtual_engine(comm), Sharded, loop=loop)
 
 
 @pytest.mark.parametrize("ranks", RANKS)
