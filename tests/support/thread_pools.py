@@ -6,6 +6,7 @@ are not counted.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 from collections.abc import Collection, Mapping
@@ -40,8 +41,11 @@ TASKS = {
 def pool_seconds(known: Collection[int] = ()) -> dict[int, float]:
     """Return the processor seconds so far of each thread that is neither Python's nor `known`, by native identifier."""
     excluded = {thread.native_id for thread in threading.enumerate()}.union(known)
-    tasks = [task for task in Path("/proc/self/task").iterdir() if int(task.name) not in excluded]
-    return {int(task.name): int((task / "schedstat").read_text().split()[0]) / 1e9 for task in tasks}
+    seconds = {}
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # the thread has ended in the meantime
+            seconds[int(task.name)] = int((task / "schedstat").read_text().split()[0]) / 1e9
+    return {thread: value for thread, value in seconds.items() if thread not in excluded}
 
 
 def seconds_between(before: Mapping[int, float], after: Mapping[int, float]) -> float:
