@@ -404,17 +404,14 @@ def refusal(row: Row) -> str | None:
     refused = _refused_averager(_only(row, AVERAGING)) or _refused_device(_only(row, DEVICE))
     refused = refused or _refused_data(_only(row, DATA)) or _refused_exact(row) or _refused_sizes(_only(row, SIZING))
     refused = refused or _refused_nodes(_only(row, NODES)) or _refused_plan(_only(row, (*PLANNING, "averager", "batch")))
-    return refused if refused or not _changes_grid(row) else refusal(resumed(row))
+    changes_grid = {"end", "resume", "grid"} <= row.keys() and ends_early(row) and value_of(row, "resume") is not None
+    return refused if refused or not changes_grid else refusal(resumed(row))
 
 
 def _with_device(row: Row) -> Row:
     """A way between devices needs these: what they refuse is refused before the device is chosen."""
     between = "transport" in row and value_of(row, "transport") != "staged"
     return {"device": "emulated", **row} if between else row
-
-
-def _changes_grid(row: Row) -> bool:
-    return {"end", "resume", "grid"} <= row.keys() and ends_early(row) and value_of(row, "resume") is not None
 
 
 def resumed(row: Row) -> Row:

@@ -1,7 +1,6 @@
 """Processor time of thread pools other than OpenMP's during trainings: `python -m tests.support.thread_pools`, on Linux.
 
-Prints JSON: seconds by training, and seconds of NumPy's threads during products, for comparison. Threads that Python has started
-are not counted.
+Prints JSON: seconds by training, and for comparison those of NumPy's products. Threads that Python has started are not counted.
 """
 
 from __future__ import annotations
@@ -27,8 +26,7 @@ from hpctrain_testing.virtual.communicator import ThreadCommunicator
 from hpctrain_testing.virtual.run import run_virtual, virtual_engine
 from tests.support.training import Task, train
 
-#: name -> (model, options, pixels, optimiser). One network of each family, with few pixels, so that products of few rows occur.
-#: Small widths keep the trainings short.
+#: name -> (model, options, pixels, optimiser). A small network of each family, with few pixels, so that products of few rows occur.
 TASKS = {
     "small": ("small", {}, 28, Sgd),
     "vgg11": ("vgg11", {"width": 0.25}, 32, partial(Adamw, weight_decay=0.01)),
