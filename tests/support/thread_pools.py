@@ -26,7 +26,7 @@ from hpctrain_testing.virtual.communicator import ThreadCommunicator
 from hpctrain_testing.virtual.run import run_virtual, virtual_engine
 from tests.support.training import Task, train
 
-#: name -> (model, options, pixels, optimiser). A small network of each family, with few pixels, so that products of few rows occur.
+#: name -> (model, options, pixels, optimiser). A small network of each family, with few pixels, so that products have few rows.
 TASKS = {
     "small": ("small", {}, 28, Sgd),
     "vgg11": ("vgg11", {"width": 0.25}, 32, partial(Adamw, weight_decay=0.01)),
