@@ -124,8 +124,8 @@ def _save(trainer: Trainer, position: Position) -> None:
 
 
 def _exchange(trainer: Trainer, position: Position) -> None:
-    assert trainer._saver is not None
-    trainer._state._status = trainer._saver.size
+    assert trainer._state.saver is not None
+    trainer._state._status = trainer._state.saver.size
     trainer._state.end(None, 0.1, trainer._replica.drain)
 
 
