@@ -30,6 +30,7 @@ from typing import Any, NoReturn, TextIO, cast
 from hpctrain.comm.base import Communicator, Handle, LateHandle
 from hpctrain.comm.waiting import ProgressThread, WaitPolicy
 from hpctrain.core.errors import CommunicationTimeoutError
+from hpctrain.flight.autopsy import explanation
 from hpctrain.flight.recorder import FlightNotes, FlightRecorder
 from hpctrain.launch import process_end
 from hpctrain.launch.process_end import End
@@ -404,8 +405,8 @@ class ProgressEngine:
         offer_core: function that yields the core to other processes.
         stream: destination of the report; default: stderr.
         trace: tracer for operations, waits, and the time of posting and tests; None: no trace.
-        flight: flight recorder, which can be read after the process has died; None: no recording.
-        explain: function that returns lines about other ranks, to print at a deadline.
+        flight: flight recorder, which can be read after the process has died, and whose directory explains a deadline; None: no
+            recording.
 
     Attributes:
         waited_seconds: total time of all waits so far, which is exposed communication.
@@ -427,7 +428,6 @@ class ProgressEngine:
         stream: TextIO | None = None,
         trace: Tracer | None = None,
         flight: FlightRecorder | None = None,
-        explain: Callable[[], Sequence[str]] = lambda: (),
     ) -> None:
         self.rank = rank
         self.deadline_seconds = deadline_seconds
@@ -435,7 +435,6 @@ class ProgressEngine:
         self.polls_between_operators = True
         self.wait_policy = WaitPolicy()
         self.trace, self.flight, self.notes = trace, flight, FlightNotes(flight)
-        self.explain = explain
         self.account = MessageAccount(trace)
         self._abort = abort
         self._clock = clock
@@ -624,6 +623,7 @@ class ProgressEngine:
         lines = [sentence, "unfinished on this rank:"]
         lines += [f"  {ticket}" for queue in self._queues.values() for ticket in queue.unfinished()]
         process_end.say_last_words(self.rank, [*lines, "stacks of all threads:"], self._stream)
-        process_end.say_last_words(self.rank, self.explain(), self._stream, stacks=False)
+        findings = explanation(None if self.flight is None else self.flight.directory)
+        process_end.say_last_words(self.rank, findings, self._stream, stacks=False)
         self._abort(process_end.DEADLINE)
         raise CommunicationTimeoutError(sentence)  # only if `abort` returned

@@ -27,6 +27,7 @@ from types import CodeType, FrameType
 from typing import Any, TextIO
 
 from hpctrain.core.text import spans
+from hpctrain.flight.autopsy import explanation
 from hpctrain.flight.ring import Field, RingWriter, Word, file_name, phase_at, record_at
 from hpctrain.launch import process_end
 from hpctrain.launch.keeper import Pulse
@@ -382,7 +383,6 @@ class Heartbeat:
         abort: callback that ends the whole job with an exit code.
         pulse: signs of life exchanged with the keeper, in both directions.
         end_keeper: callback that ends the keeper, and this process with it.
-        explain: callback that returns further lines, from the records of all ranks.
         stream: output of the report; default: stderr.
     """
 
@@ -395,11 +395,10 @@ class Heartbeat:
         rank: int,
         pulse: Pulse | None = None,
         end_keeper: Callable[[], None] = lambda: None,
-        explain: Callable[[], Sequence[str]] = lambda: (),
         stream: TextIO | None = None,
     ) -> None:
         self._recorder = recorder
-        self._deadline_seconds, self._abort, self._rank, self._explain = deadline_seconds, abort, rank, explain
+        self._deadline_seconds, self._abort, self._rank = deadline_seconds, abort, rank
         self._stream, self._pulse, self._end_keeper = stream, Pulse() if pulse is None else pulse, end_keeper
         self._tick_seconds = min(_LONGEST_TICK_SECONDS, deadline_seconds / _TICKS_OF_A_DEADLINE)
         self._still_seconds = self._waited_seconds = 0.0
@@ -465,6 +464,6 @@ class Heartbeat:
         if self._stream is None:
             process_end.await_turn(self._rank, self._deadline_seconds)
         process_end.say_last_words(self._rank, [f"{sentence}; stacks of all threads:"], self._stream)
-        process_end.say_last_words(self._rank, self._explain(), self._stream, stacks=False)
+        process_end.say_last_words(self._rank, explanation(self._recorder.directory), self._stream, stacks=False)
         self._abort(DEADLINE)
         os._exit(DEADLINE)

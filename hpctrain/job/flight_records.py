@@ -10,7 +10,7 @@ from pathlib import Path
 from hpctrain.comm.base import Communicator, on_ranks, raise_on_all_ranks
 from hpctrain.core.errors import DataError
 from hpctrain.core.files import link_target, path_of
-from hpctrain.flight.autopsy import explanation, records_in
+from hpctrain.flight.autopsy import records_in
 from hpctrain.flight.recorder import FlightRecorder, Heartbeat
 from hpctrain.job.session import Session
 from hpctrain.launch import keeper
@@ -38,7 +38,6 @@ def watched(flight: FlightRecorder, world: Communicator, deadline_seconds: float
         rank=world.rank,
         pulse=keeper.current_keeper().pulse,
         end_keeper=keeper.current_keeper().end,
-        explain=lambda: explanation(flight.directory),
     ).start()
     try:
         yield

@@ -23,7 +23,6 @@ from hpctrain.comm.waiting import MORE_RANKS_THAN_CORES, WaitPolicy, guard
 from hpctrain.config.schema import Config
 from hpctrain.core import log
 from hpctrain.core.errors import LaunchError, ShapeError
-from hpctrain.flight.autopsy import explanation
 from hpctrain.flight.recorder import FlightRecorder
 from hpctrain.job.automatic_choice import Resolved
 from hpctrain.launch.launcher import Launcher, check_world, environment_fault, is_copy, lone_fault
@@ -261,7 +260,6 @@ def on_grid(
         abort=world.abort,
         trace=trace,
         flight=flight,
-        explain=lambda: () if flight is None else explanation(flight.directory),
     )
     return ProcessGrid(world, rows, cols), progress
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
@@ -94,12 +95,15 @@ def test_a_missed_deadline_names_rank_operation_parameter_and_stacks(job: Job) -
 
 
 @pytest.mark.mpi_differs
-def test_object_operations_have_the_deadline_too(job: Job) -> None:
-    program = """
+def test_object_operations_have_the_deadline_too_and_are_explained(job: Job, tmp_path: Path) -> None:
+    program = f"""
+    import pathlib, time
     from hpctrain.comm import mpi
-    world = mpi.world(5)
+    from hpctrain.flight.recorder import FlightRecorder
+    world = mpi.world(5, flight := FlightRecorder())
+    flight.join(world.rank, world.size, 1, 5.0, 1)
+    flight.keep_in(pathlib.Path({str(tmp_path)!r}))
     if world.rank == 0:
-        import time
         time.sleep(600)
     world.split(0, 0, "column")
     """
@@ -107,6 +111,7 @@ def test_object_operations_have_the_deadline_too(job: Job) -> None:
     assert outcome.code != 0
     lost = "split into column (communicator world of ranks 0-1)"
     assert f"{place(1, 2)}no completion within the deadline of 5 s: {lost}" in outcome.stderr
+    assert re.search(r"autopsy: .*split into column", outcome.stderr), outcome.stderr
 
 
 @pytest.mark.mpi_differs

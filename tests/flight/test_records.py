@@ -485,13 +485,9 @@ def test_a_directory_that_others_may_write_to_is_not_used(tmp_path: Path) -> Non
         find_records(place_of_start(environ, _RANK_1).parent)
 
 
-class _Ended(Exception):
-    pass
-
-
 def _heartbeat(recorder: FlightRecorder, stream: object = None, **more: object) -> Heartbeat:
     def abort(code: int) -> None:
-        raise _Ended(code)
+        raise InterruptedError(code)
 
     return Heartbeat(recorder, deadline_seconds=4.0, abort=abort, rank=3, stream=stream, **more)
 
@@ -515,16 +511,16 @@ def test_one_that_stands_still_is_ended_with_its_place(tmp_path: Path) -> None:
     recorder.phase("data loading")
     recorder.keep_in(tmp_path)
     with open(tmp_path / "said", "w+") as stream:
-        heartbeat = _heartbeat(recorder, stream, explain=lambda: ["autopsy: rank 1 held all up"])
+        heartbeat = _heartbeat(recorder, stream)
         for _ in range(19):
             heartbeat.look()
-        with pytest.raises(_Ended, match="124"):
+        with pytest.raises(InterruptedError, match="124"):
             heartbeat.look()
         stream.seek(0)
         text = stream.read()
     assert text.startswith(f"{place(3)}no progress within the deadline of 4 s, in data loading; stacks of all threads:\n")
     assert "test_one_that_stands_still" in text
-    assert text.endswith(f"{place(3)}autopsy: rank 1 held all up\n")
+    assert f"{place(3)}autopsy: " in text.splitlines(keepends=True)[-1]
     found = read(tmp_path / file_name(0))
     assert (found.end, found.sentence) == (End.DEADLINE, "no progress within the deadline of 4 s, in data loading")
 
