@@ -597,8 +597,8 @@ class Config(Section):
     )
     threads: Threads = Field(
         default="auto",
-        description="Number of threads per rank; auto uses OMP_NUM_THREADS if it is set, else the rank's cores; a run of one "
-        "process without MPI leaves cores that other programs use at its start to them.",
+        description="Number of threads per rank; auto uses OMP_NUM_THREADS if it is set, else the rank's cores. Without MPI, "
+        "auto leaves out cores that other programs use when the run starts.",
     )
     model: ModelConfig = Field(description="The network: a name, or a mapping of name and options.")
     init: InitConfig = Field(

@@ -213,7 +213,7 @@ class Sgd(MomentumOptimizer):
 
     Args:
         momentum: Factor on the previous update's direction in the next one, in [0, 1); 0 is plain gradient descent.
-        norm_bias_rate: Factor on the learning rate of the biases of batch norms, above 0; 64 in fast recipes for CIFAR-10.
+        norm_bias_rate: Factor on the learning rate of the biases of batch norms, above 0; recipes for CIFAR-10 use up to 64.
 
     Raises:
         OptionError: a value is outside its range.

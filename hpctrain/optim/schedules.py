@@ -205,7 +205,7 @@ class Polynomial(Decay):
 
 @dataclass(frozen=True, kw_only=True)
 class OneCycle(LearningRateSchedule):
-    """One cycle: the learning rate rises to lr in the first part of the training and falls to its end in the rest.
+    """One cycle: the learning rate rises to lr in the first part of the training and falls in the remaining part.
 
     The rise takes the place of the warm-up, so `warmup_epochs` must be 0. The momentum stays fixed (Smith and Topin, arXiv
     1708.07120; torch.optim.lr_scheduler.OneCycleLR with cycle_momentum=False).

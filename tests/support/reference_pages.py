@@ -75,24 +75,24 @@ KEYS_HEADING = "## Every key\n"
 FINDINGS_HEADING = "## Every finding\n"
 
 _KINDS = {
-    "models": ("Models", "model", "Options with defaults from the data or from other keys:"),
+    "models": ("Models", "model", "The defaults of these options come from the data or from other keys:"),
     "optimizers": ("Optimisers", "optimizer", "`optimizer.lr`, the base learning rate, is required in addition."),
     "schedules": ("Schedules", "schedule", "`schedule.warmup_epochs`, the epochs of linear warm-up, is a key of every schedule."),
-    "averagers": ("Averagers", "averager", "How they work, and which one to choose: [averaging.md](averaging.md)."),
-    "augmentations": ("Augmentations", "data.augment", "How they are drawn: [data.md](data.md)."),
+    "averagers": ("Averagers", "averager", "[averaging.md](averaging.md) describes how averagers work and helps to choose one."),
+    "augmentations": ("Augmentations", "data.augment", "[data.md](data.md) describes how augmentations are drawn."),
     "reporters": (
         "Reporters",
         "metrics.reporters",
-        "Further receivers of the reports of rank 0, next to the console and `metrics.jsonl`.",
+        "Reporters receive the reports of rank 0, as the console and `metrics.jsonl` do.",
     ),
 }
 
 _OPTIONS_HEAD = """# Options
 
-The names that a configuration can choose, and their options: keys next to `name` in its section ([config.md](config.md)).
-`hpctrain list models` (or `optimizers`, `schedules`, `averagers`, `augmentations`, `reporters`) prints the names,
-`hpctrain config show FILE` prints a configuration with all options filled in, and `hpctrain config schema` prints everything as a
-JSON schema for editors.
+This page lists the names that a configuration can choose, and their options. An option is a key next to `name` in the section
+([config.md](config.md)). `hpctrain list models` (or `optimizers`, `schedules`, `averagers`, `augmentations`, `reporters`) prints
+the names. `hpctrain config show FILE` prints a configuration with the values of all options. `hpctrain config schema` prints all
+names and options as a JSON schema for editors.
 
 `make docs` writes this page from the constructors.
 """
@@ -104,7 +104,7 @@ are options ([options.md](options.md)). `make docs` writes this table.
 """
 
 _FINDINGS_NOTE = """
-The checks, in the order of the table:
+The doctor runs these checks. The table has the same order.
 
 {checks}
 
@@ -148,7 +148,7 @@ def _key(path: KeyPath) -> str:
 
 def _section(kind: str) -> Iterator[str]:
     title, section, note = _KINDS[kind]
-    yield from (f"## {title}", "", f"Section `{section}`. {note}", "")
+    yield from (f"## {title}", "", f"The section is `{section}`. {note}", "")
     if kind == "models":
         yield from ("| option | meaning |", "|---|---|")
         yield from (f"| `{name}` | {meaning} |" for name, meaning in FOLLOWING.items())

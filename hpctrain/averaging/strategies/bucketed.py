@@ -17,11 +17,11 @@ class BucketedOptions:
     """Options of `bucketed`.
 
     Args:
-        bucket_bytes: Minimum size of a bucket in bytes; null: by rule.
+        bucket_bytes: Minimum size of a bucket in bytes. Null computes it from bytes and ranks.
         wire: Number format in which gradients travel: "float32" sends them unchanged; "bfloat16" rounds them to 16 bits,
             and sums are still computed in full precision.
-        two_level: Whether, on nodes with several ranks each, to sum gradients that travel in 16 bits within a node first, in full
-            precision, and to round them only to cross nodes. Sums in float32 are left to MPI's allreduce.
+        two_level: Whether nodes with several ranks each first sum gradients within the node in full precision, and round them to
+            16 bits only for messages across nodes. With float32 messages, MPI's allreduce chooses its own levels.
 
     Raises:
         OptionError: bucket_bytes is below 1, or wire is unknown.

@@ -41,8 +41,8 @@ class PriorityOptions:
             link sends between two polls: with a smaller window the link idles, with a larger one urgent slices wait longer.
         fc_exchange: Whether linear layers exchange inputs and errors instead of gradients: "auto" (on CPUs, if that moves less
             data), "always" or "never".
-        two_level: Whether, on nodes with several ranks each, to sum within a node first and to gather parameters across nodes
-            first.
+        two_level: Whether nodes with several ranks each sum gradients within the node before they sum them across nodes, and
+            gather parameters in the reverse order.
         replan: Whether to plan the order of the slices again after a few steps, from measured times.
         wire: Number format in which gradients travel: "float32" sends them unchanged; "bfloat16" rounds them to 16 bits,
             and sums are still computed in full precision.

@@ -23,9 +23,9 @@ class ShardedOptions:
     Args:
         fc_exchange: Whether linear layers exchange inputs and errors instead of gradients: "auto" (on CPUs, if that moves less
             data), "always" or "never".
-        bucket_bytes: Minimum size of a slice of fused small layers, in bytes; null: by rule.
-        two_level: Whether, on nodes with several ranks each, to sum within a node first and to gather parameters across nodes
-            first.
+        bucket_bytes: Minimum size of a slice of fused small layers, in bytes. Null computes it from bytes and ranks.
+        two_level: Whether nodes with several ranks each sum gradients within the node before they sum them across nodes, and
+            gather parameters in the reverse order.
         replan: Whether to plan the order of the allgathers again after a few steps, from measured times.
         window: Maximum number of operations in flight on each communicator; null: no limit.
         wire: Number format in which gradients travel: "float32" sends them unchanged; "bfloat16" rounds them to 16 bits,
@@ -51,7 +51,7 @@ class ShardedOptions:
 
 
 class Sharded(ReduceScatterStrategy):
-    """Reduce-scatter gradients under backward, update owned parts, allgather parameters under the next forward.
+    """Reduce-scatter gradients in backward, update owned parts, and allgather parameters in the next forward.
 
     Reduce-scatters run in the order of backward on one communicator, allgathers on another, so that each may overtake the other.
     Small layers are fused, large ones cut. Allgathers run front layers first. Those of late layers run under backward if the link

@@ -25,7 +25,7 @@ def build(
     momentum: float = 0.1,
     synchronised: bool = False,
 ) -> Layer:
-    """Small VGG for 32 px: a 2x2 convolution, then stages that halve the image in front of their first batch norm.
+    """Small VGG for 32 px: a 2x2 convolution, then stages that halve the image before their first batch norm.
 
     The 3x3 convolutions start as the identity on the channels of their input, and with random filters for further channels. The
     first layer, `whiten`, has two filters per value of a patch, for `init.whiten`. The original has GELU instead of ReLU, trains
