@@ -32,15 +32,15 @@ class Transit(Protocol):
     """The copies of one operation's arrays to the host and back."""
 
     def on_host(self) -> bool:
-        """Return whether all copies to the mirrors are complete. Never waits."""
+        """Return whether all copies to the mirrors are complete, without waiting."""
 
 
 class HostMirrors(Protocol):
     """Mirrors of a device's arrays in the host's memory, and the copies to and from them.
 
-    Called by the thread that enqueues the device's work. Each array has one mirror, which is allocated at its first transfer and
-    reused for later ones, so mirrors take as much memory as the arrays that travel. Arrays inside a covered array share its
-    mirror.
+    Only the thread that enqueues the device's work may call the methods. Each array has one mirror, which is allocated at its
+    first transfer and reused for later ones, so mirrors take as much memory as the arrays that travel. Arrays inside a covered
+    array share its mirror.
 
     Attributes:
         pinned_bytes: bytes of all mirrors.
@@ -51,11 +51,11 @@ class HostMirrors(Protocol):
     def mirror(self, array: Array) -> np.ndarray:
         """Return the flat mirror of an array, which the caller may overwrite. No other pending operation may use the array.
 
-        Waits until the copies from the mirror that the array's previous operation enqueued are complete.
+        The call waits for the copies from the mirror that the array's previous operation enqueued.
         """
 
     def cover(self, array: Array, instead_of: Array | None = None) -> None:
-        """Make one mirror for all arrays inside `array`, which may travel one operation at a time. For set-up only.
+        """Make one mirror for all arrays inside `array`, which only one operation at a time may use. For set-up only.
 
         Args:
             instead_of: array covered earlier that no operation uses any more. Its mirror is freed after pending copies from it
@@ -81,7 +81,7 @@ class WorkMark(Protocol):
 
     @property
     def done(self) -> bool:
-        """Whether all work before the mark is done; once true it stays true. Never waits."""
+        """Whether all work before the mark is done; once true, it stays true. Reading it never waits."""
 
 
 class Peers(Protocol):
@@ -157,10 +157,7 @@ class DeviceMessages(Protocol):
         """Return the reason why this device cannot join a group, as a clause; None if it can."""
 
     def join(self, peers: Peers) -> DeviceLinks:
-        """Join a group of the peers' devices, and return the links to them, this device included. Collective over `peers`.
-
-        Waits for all peers.
-        """
+        """Join a group of the peers' devices, and return the links to them and this device. Collective; waits for all peers."""
 
 
 class Fetch(Protocol):
@@ -237,7 +234,7 @@ class MomentDescent(Protocol):
 
 
 class WordSums(Protocol):
-    """Sums of the 32-bit words of arrays, modulo 2^32. Bound to the arrays at set-up.
+    """Sums, modulo 2^32, of the 32-bit words of arrays that are fixed at set-up.
 
     A sum reveals every change within one word, but not several changes that cancel.
     """
@@ -314,7 +311,7 @@ class Arithmetic(ABC):
 
     @abstractmethod
     def square_sums(self, arrays: Sequence[Array]) -> np.ndarray:
-        """Return the sum of squares of each array, float64 (len(arrays),). Squares of float32 are summed in float64. Waits."""
+        """Wait, and return the sum of squares of each array, float64 (len(arrays),). Squares of float32 are summed in float64."""
 
     @abstractmethod
     def fetch_finite(self, arrays: Sequence[Array]) -> Fetch:

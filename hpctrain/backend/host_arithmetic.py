@@ -27,7 +27,7 @@ _WORD = np.dtype(np.uint32)
 
 @dataclass(frozen=True)
 class HostFetch:
-    """Implements `Fetch` for values that are already on the host."""
+    """Implementation of `Fetch` for values that are already on the host."""
 
     values: np.ndarray
 
@@ -36,7 +36,7 @@ class HostFetch:
 
 
 class HostWordSums:
-    """Implements `WordSums`. Arrays that are adjacent in memory are summed in one call."""
+    """Implementation of `WordSums`. Arrays that are adjacent in memory are summed in one call."""
 
     def __init__(self, arrays: Sequence[np.ndarray]) -> None:
         self._count = len(arrays)
@@ -134,7 +134,7 @@ def all_finite(values: np.ndarray) -> bool:
 
 
 class HostDescent:
-    """Implements `Descent` in one pass over chunks that fit a cache. Arguments: see `Arithmetic.descent`."""
+    """Implementation of `Descent` in one pass over chunks that fit a cache. Arguments: see `Arithmetic.descent`."""
 
     def __init__(self, data: np.ndarray, gradient: np.ndarray, momentum: np.ndarray, factor: float, nesterov: bool) -> None:
         # A NumPy float64 scalar would turn float32 arithmetic into float64.
@@ -172,7 +172,7 @@ class HostDescent:
 
 
 class HostMomentDescent:
-    """Implements `MomentDescent`, in chunks like `HostDescent`. Arguments: see `Arithmetic.moment_descent`."""
+    """Implementation of `MomentDescent`, in chunks like `HostDescent`. Arguments: see `Arithmetic.moment_descent`."""
 
     def __init__(self, data: np.ndarray, gradient: np.ndarray, first: np.ndarray, second: np.ndarray, rule: MomentRule) -> None:
         self._beta1, self._beta2, self._epsilon = float(rule.beta1), float(rule.beta2), float(rule.epsilon)
@@ -231,7 +231,7 @@ def _by_rows(arithmetic: HostArithmetic, work: Callable[..., object], target: Ar
 
 
 class HostArithmetic(Arithmetic):
-    """Implements `Arithmetic` by NumPy. Every call is complete when it returns, and fetched arrays are the arrays themselves.
+    """Implementation of `Arithmetic` by NumPy. Every call is complete when it returns, and a fetch returns the array itself.
 
     Args:
         allocate: function that returns a zeroed uint8 buffer of a size in bytes; None: `np.zeros`.

@@ -83,7 +83,7 @@ class StepContext:
 
 
 class StatisticsMerger(Protocol):
-    """Merges batch statistics over the ranks that share a step. For a single rank it is the identity."""
+    """Merger of batch statistics over the ranks that share a step. For a single rank it is the identity."""
 
     @property
     def alone(self) -> bool:
@@ -101,7 +101,7 @@ class StatisticsMerger(Protocol):
 
 
 class LocalStatistics:
-    """Implements `StatisticsMerger` for a rank that shares its step with no other rank."""
+    """Implementation of `StatisticsMerger` for a rank that shares its step with no other rank."""
 
     alone = True
 
@@ -293,7 +293,7 @@ class LossHandle(Protocol):
     """Sums that are being copied to the host."""
 
     def result(self) -> LossSums:
-        """Wait for the sums and return them. Call this before the loss operator runs again twice, which reuses their memory."""
+        """Wait for the sums and return them. The loss operator's second subsequent run reuses their memory."""
 
 
 class LossOperator(ABC):
@@ -308,7 +308,7 @@ class LossOperator(ABC):
         d_logits: Array | None,
         class_scale: float | None = None,
     ) -> LossHandle:
-        """Compute the sums over this batch, and d_logits = d(sum loss / global_count)/d logits if given. Never waits.
+        """Compute, without waiting, the sums over this batch, and d_logits = d(sum loss / global_count)/d logits if given.
 
         Args:
             labels: integers (N,) in the host's memory, or two labels of each sample; the arrays may change afterwards.
@@ -356,7 +356,7 @@ class KernelSet(ABC):
     def make_loss(self, spec: SoftmaxCrossEntropySpec) -> LossOperator: ...
 
     def begin(self, context: StepContext) -> None:  # noqa: B027  most operators take numbers from the context
-        """Begin a forward pass: copy the context's numbers to the memory from which operators read them. Never waits."""
+        """Begin a forward pass: copy the context's numbers, without waiting, to the memory from which operators read them."""
 
     def wait(self) -> None:  # noqa: B027  kernels of the host are done when they return
         """Wait until all work of this set is done, for measurements. A step never calls it."""
@@ -397,7 +397,7 @@ class CapturedWork(Protocol):
     """Calls of operators that were captured instead of executed."""
 
     def launch(self) -> None:
-        """Enqueue all captured work at once, on the memory that it was captured with. May be called any number of times."""
+        """Enqueue all captured work at once, on the memory that it was captured with. The call may be repeated."""
 
 
 class CapturesWork(ABC):
@@ -406,7 +406,7 @@ class CapturesWork(ABC):
     captures: bool = True  # whether programs capture their calls
 
     def stop_capturing(self) -> None:
-        """Run the programs of networks that are made from now on operator by operator."""
+        """Let all networks made from now on run operator by operator, without capturing their programs."""
         self.captures = False
 
     @abstractmethod
@@ -429,15 +429,15 @@ class AnyArrays:
     arithmetic: Arithmetic = HostArithmetic()
 
     def use(self, arithmetic: Arithmetic) -> None:
-        """Set the arithmetic service. Called before `bind`."""
+        """Set the arithmetic service. Call this before `bind`."""
         self.arithmetic = arithmetic
 
 
 class InPlace:
     """An operator that can work in place: inputs[0] and the output may share a buffer, and so may output_grad and input_grads[0].
 
-    The plan decides whether they do. Forward and backward must work element by element. Saves the memory of an activation and of
-    a gradient.
+    The plan decides whether they do. Forward and backward must work element by element. Sharing saves the memory of an activation
+    and of a gradient.
     """
 
 
@@ -450,7 +450,7 @@ class InputView:
 
 
 class ViewOperator(InputView, Operator):
-    """Implements flatten and the identity: the output is the input's memory.
+    """Operator of flatten and of the identity: the output is the input's memory.
 
     Args:
         keeps_layout: whether the output has the input's shape and layout, instead of the spec's output in plain memory.
@@ -471,7 +471,7 @@ class ViewOperator(InputView, Operator):
 class Accumulating:
     """An operator whose `backward_input` adds to input_grads[i] if `Buffers.accumulate[i]` is set.
 
-    Saves the memory of a partial gradient, and its addition.
+    This saves the memory of a partial gradient, and its addition.
     """
 
 
@@ -494,7 +494,7 @@ class DeferredStart:
     """An operator whose backward takes time without computing, such as a message, and may start before its result is needed."""
 
     def begin_backward(self) -> None:
-        """Start the backward work; the output's gradient is complete. Optional: the plan may omit this call. Must not wait."""
+        """Start the backward work without waiting. The output's gradient is complete. The plan may omit this call."""
         raise NotImplementedError
 
 

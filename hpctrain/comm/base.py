@@ -35,7 +35,7 @@ class Handle(Protocol):
     """A posted operation."""
 
     def test(self) -> bool:
-        """Drive progress and return whether the operation is complete. Never blocks."""
+        """Advance the operation, and return at once whether it is complete."""
 
 
 @runtime_checkable
@@ -115,7 +115,7 @@ class Communicator(Protocol):
     def split(self, color: int | None, key: int, name: str) -> Communicator | None:
         """Return the communicator of the ranks with the same color, ordered by key; None for color None.
 
-        Collective; at set-up only. Communicators are a scarce resource.
+        Collective; at set-up only, because MPI limits the number of communicators.
         """
 
     def split_shared_memory(self, name: str) -> Communicator:
@@ -200,7 +200,7 @@ class Complete:
 
 
 class _Receive:
-    """Receive from this rank itself, complete once the matching send has filled its buffer."""
+    """Handle of a receive from this rank itself, complete once the matching send has filled its buffer."""
 
     def __init__(self, buffer: Array, tag: int) -> None:
         self.buffer = buffer
@@ -292,7 +292,7 @@ class SingleCommunicator:
         return value
 
     def abort(self, code: int) -> None:
-        """End this process immediately. Does not return."""
+        """End this process immediately, without returning."""
         flush_to_reader(0.0)
         os._exit(code)
 

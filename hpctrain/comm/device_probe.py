@@ -34,8 +34,8 @@ _BYTES = 1 << 16
 def trial() -> str:
     """Run the test in a separate process, and return its outcome: AWARE, UNAWARE with a reason, or UNTRIED.
 
-    If MPI reports that its GPU library is missing (`GTL_WORDS`), returns the output of MPI instead. Must not be called after MPI
-    has started in this process.
+    If MPI reports that its GPU library is missing (`GTL_WORDS`), return the output of MPI instead. Call this before MPI starts in
+    this process.
     """
     try:
         done = subprocess.run(

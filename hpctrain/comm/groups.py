@@ -42,7 +42,7 @@ class Levels:
 
     @property
     def words(self) -> str:
-        """Text about levels that is appended to the request of a stored schedule."""
+        """Nodes and ranks per node as text, which a strategy appends to its description of a stored schedule."""
         return f"; {self.nodes} nodes of {self.per_node}"
 
 

@@ -46,15 +46,15 @@ class LinkModel:
             raise ValueError(f"The times of a link must not be negative, but are {self}.")
 
     def point_to_point_seconds(self, n_bytes: int) -> float:
-        """Return alpha + n beta."""
+        """Return the time of a message between two ranks: alpha + n beta."""
         return self.alpha_seconds + n_bytes * self.beta_seconds_per_byte
 
     def reduce_scatter_seconds(self, n_bytes: int, ranks: int) -> float:
-        """Return (P - 1) alpha + (P - 1) / P n beta; n is the size of the buffer that each rank sends."""
+        """Return the time, (P - 1) alpha + (P - 1) / P n beta; n is the size of the buffer that each rank sends."""
         return (ranks - 1) * (self.alpha_seconds + n_bytes / ranks * self.beta_seconds_per_byte)
 
     def allgather_seconds(self, n_bytes: int, ranks: int) -> float:
-        """Return (P - 1) alpha + (P - 1) / P n beta; n is the size of the gathered buffer."""
+        """Return the time, (P - 1) alpha + (P - 1) / P n beta; n is the size of the gathered buffer."""
         return self.reduce_scatter_seconds(n_bytes, ranks)
 
 

@@ -288,7 +288,7 @@ def describe() -> str:
 
 
 def library() -> str:
-    """Return the MPI library's name and version in one line. Loads MPI without starting it.
+    """Load MPI without starting it, and return the library's name and version in one line.
 
     Raises:
         MissingLibraryError: there is no MPI library that mpi4py can load.
@@ -425,11 +425,11 @@ class MpiCommunicator:
         return broadcast_object(self, value, root, self.wait)
 
     def abort(self, code: int) -> None:
-        """End the whole job, on any communicator. Does not return."""
+        """End the whole job, whichever communicator this is. The call does not return."""
         _abort(self._mpi.COMM_WORLD, code)
 
     def wait(self, handle: Handle, purpose: str) -> None:
-        """Wait for an operation, with the deadline. Drives no other operations."""
+        """Wait for an operation, with the deadline, without driving other operations."""
         self._waits.wait_handle(handle, f"{purpose} ({self._place})")
 
     def _part(self, comm: MPI.Comm, name: str) -> MpiCommunicator:

@@ -32,7 +32,7 @@ class OrderedOperation(ABC):
     """Base of handles with a place in a queue. Subclasses define `ready` and `__str__`.
 
     Args:
-        start: function that posts the operation; called once. None: unknown so far, and `ready` must return False.
+        start: function that posts the operation; called once. None: the function is not known yet, and `ready` must return False.
         finish: callback, called once in the `test` that finds the operation complete.
 
     Attributes:
@@ -49,10 +49,10 @@ class OrderedOperation(ABC):
 
     @abstractmethod
     def ready(self) -> bool:
-        """Return whether the operation may begin once its turn has come. Must not drive other operations."""
+        """Return whether the operation may begin once its turn has come, without driving other operations."""
 
     def begin(self) -> None:
-        """Post the operation. Called when its turn has come."""
+        """Post the operation. The queue calls this when its turn has come."""
         start, self._start = self._start, None
         assert start is not None, "an operation must begin once"
         self.handle = start()

@@ -12,8 +12,8 @@ completes no operation and starts none (except that an operation of two stages m
 runs on it, and the main thread notices completions only when it polls.
 
 `MessageAccount` accumulates the time that the program spends on messages: posting, tests and the computations of starts. It
-excludes waits, which are counted separately, and updates, wherever they run. It reads the clock twice per engine call that has
-work to do, and the processor clock of the thread twice per wait.
+excludes waits, which are counted separately, and updates of weights, wherever they run. It reads the clock twice per engine call
+that has work to do, and the processor clock of the thread twice per wait.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class MessageAccount:
         self.waited_updates_ns += self.updates_ns
 
     def updated(self, begin_ns: int, stop_ns: int) -> None:
-        """Count an update that has run. Inside a call of the engine, its time is not counted for messages."""
+        """Count an update of weights that has run. Inside a call of the engine, its time is not counted for messages."""
         self.updates_ns += stop_ns - begin_ns
         if self._depth:
             self._update_ns += stop_ns - begin_ns
@@ -476,7 +476,7 @@ class ProgressEngine:
         return self._clock()
 
     def poll(self) -> None:
-        """Make one pass over all queues: test operations in flight, then start operations that are ready. Never blocks."""
+        """Make one pass over all queues without blocking: test operations in flight, then start operations that are ready."""
         if self._thread is not None:
             self._thread.raise_failure()
         self._advance()
@@ -577,7 +577,7 @@ class ProgressEngine:
 
     @contextmanager
     def _alone(self, awaited: object) -> Iterator[None]:
-        """Return a context in which the second thread drives no messages. Waits for a pass in progress, up to the deadline."""
+        """Return a context in which the second thread drives no messages. Wait for its current pass, up to the deadline."""
         if not self._lock.acquire(blocking=False):
             begin = self._clock()
             if not self._lock.acquire(timeout=min(self.deadline_seconds, threading.TIMEOUT_MAX)):

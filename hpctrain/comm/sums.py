@@ -65,7 +65,7 @@ class Compressor(ABC):
 
     @abstractmethod
     def subtract_from(self, message: np.ndarray, values: np.ndarray) -> None:
-        """Subtract the elements that `message` represents from `values`, its source. Exact: new values + message = old values."""
+        """Subtract the elements of `message` from `values`, its source, exactly: new values plus message are the old values."""
 
 
 #: number format of messages; "float32": the dtype of the array, unrounded
@@ -207,7 +207,7 @@ class OwnerSums(ABC):
         return Finished(handle, lambda: add_up(recv))
 
     def iallreduce(self, buffer: Terms) -> Handle:
-        """Sum over the ranks into the last of this rank's terms. Every rank gets the same bits."""
+        """Sum over the ranks into the last of this rank's terms. Every rank receives the same bits."""
         gathers, total = self._gathers, buffer[-1] if isinstance(buffer, tuple) else buffer
         assert gathers is not None, "these sums support reduce-scatters only"
         counts = even(total.size, self.comm.size)

@@ -38,7 +38,7 @@ class StagedOperation(OrderedOperation):
     """`LateHandle` of an operation on device arrays, posted once the device has finished the work before it.
 
     Args:
-        ready: whether the device has finished the work before it.
+        ready: function that returns whether the device has finished the work before it.
         post: function that posts the operation.
         finish: callback, called when the operation is complete.
         text: name of the operation, for messages before it is posted.

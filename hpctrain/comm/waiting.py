@@ -140,11 +140,11 @@ _BACKSTOP_SECONDS = 2.0
 
 @contextlib.contextmanager
 def guard(phase: str, deadline_seconds: float, *, rank: int | None = None) -> Iterator[None]:
-    """End this process if the block takes longer than the deadline; the launcher then ends the job. Do not nest.
+    """End this process if the block takes longer than the deadline; the launcher then ends the job.
 
-    Prints the rank, the phase and all stacks on stderr; the exit code is 124. If the phase holds the interpreter lock, the
-    process exits with 1 instead, which its keeper, if any, turns into 124. Blocks must not nest because a process has one such
-    timer.
+    At the deadline, the rank, the phase and all stacks are printed on stderr; the exit code is 124. If the phase holds the
+    interpreter lock, the process exits with 1 instead, which its keeper, if any, turns into 124. Blocks must not nest because a
+    process has one such timer.
 
     Args:
         phase: name of the phase, as the subject of the message.

@@ -37,14 +37,14 @@ class Origin(StrEnum):
 
 
 class ReadCounts:
-    """Numbers of samples and bytes read, by origin. Thread-safe."""
+    """Thread-safe counts of samples and bytes read, by origin."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._counts = {origin: [0, 0] for origin in Origin}
 
     def add(self, origin: Origin, samples: int, n_bytes: int) -> None:
-        """Count samples that were read from `origin`."""
+        """Count `samples` samples of `n_bytes` bytes in total that were read from `origin`."""
         with self._lock:
             count = self._counts[origin]
             count[0] += samples
@@ -98,7 +98,7 @@ def bytes_for(held: int, image_bytes: int) -> int:
 
 
 def held_in(limit_bytes: int, samples: int, image_bytes: int) -> int:
-    """Return the number of samples, of `samples`, that a memory of `limit_bytes` can hold."""
+    """Return how many of `samples` samples fit into a memory of `limit_bytes` bytes."""
     most = max(0, (limit_bytes - _ALIGNMENT_BYTES) // (image_bytes + 1))
     return min(samples, most)
 
@@ -108,10 +108,11 @@ def _states_bytes(held: int) -> int:
 
 
 class SampleCache(ReadImages):
-    """Images (N, H, W, C) uint8 of a file, some of which are cached in memory that the ranks of a node share. Thread-safe.
+    """Images (N, H, W, C) uint8 of a file, some of which are cached in memory that the ranks of a node share.
 
-    A sample is read from the node's memory, otherwise from the node's local copy, otherwise from the file. A sample from the file
-    is then stored in both if they have a place for it. Replacements for samples that this rank cannot read are never stored.
+    Several threads may read. A sample is read from the node's memory, otherwise from the node's local copy, otherwise from the
+    file. A sample from the file is then stored in both if they have a place for it. Replacements for samples that this rank
+    cannot read are never stored.
 
     Args:
         source: reader of the file. All ranks of the node read the same images.
@@ -199,7 +200,7 @@ class SampleCache(ReadImages):
     def bring(self, samples: np.ndarray) -> None:
         """Load samples (n,) into memory if it has places for them, so that later reads of their regions use the memory.
 
-        Raises the errors of the source.
+        Errors of the source are raised.
         """
         samples = np.asarray(samples, np.int64)
         missing = np.flatnonzero(self._is_kept(samples) & ~self._is_present(samples))
@@ -207,7 +208,7 @@ class SampleCache(ReadImages):
         self._bring(samples, np.roll(missing, -begin), None)
 
     def read_ahead(self, first: int, images: np.ndarray, kept: np.ndarray) -> None:
-        """Read consecutive samples and store them. Raises the errors of the source.
+        """Read consecutive samples and store them. Errors of the source are raised.
 
         Args:
             images: (n, H, W, C) uint8, output for the images.
@@ -218,7 +219,7 @@ class SampleCache(ReadImages):
         kept[...] = self._is_kept(samples)
 
     def put(self, first: int, images: np.ndarray, kept: np.ndarray) -> None:
-        """Store consecutive samples that another node has read. Args as for `read_ahead`."""
+        """Store consecutive samples that another node has read. The arguments are those of `read_ahead`."""
         good = np.flatnonzero(kept)
         self._pixels[first + good] = images[good]
         self._memory.fence()
@@ -249,7 +250,7 @@ class SampleCache(ReadImages):
         return self._fetch(samples, np.empty((len(samples), *self.shape[1:]), np.uint8))
 
     def _fetch(self, samples: np.ndarray, out: np.ndarray) -> np.ndarray:
-        """Write images to `out`, contiguous, from the local copy or the file. Samples missing in the copy are added to it."""
+        """Write images to contiguous `out`, from the local copy or the file. Store samples that the copy lacks. Return `out`."""
         copy = self._copy
         if copy is None:
             self._source.take(samples, out)
@@ -321,12 +322,12 @@ class SampleCache(ReadImages):
 
 @dataclass(frozen=True)
 class FillingPlan:
-    """Rounds in which every rank reads one chunk of samples 0 .. samples - 1 and sends it to the other memories.
+    """Plan of rounds, in each of which every rank reads a chunk of samples and sends it to the other memories.
 
     The plan is a function of numbers that all ranks have, so it needs no communication.
 
     Args:
-        samples: number of samples that fit into every memory.
+        samples: number of samples that fit into every memory, which are the file's first ones.
         memory_of: number of each rank's memory, from 0.
     """
 

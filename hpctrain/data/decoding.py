@@ -138,7 +138,7 @@ def decode(
 
 
 def read_picture(path: Path, max_pixels: int | None = None) -> bytes:
-    """Return the content of a picture file. Opens regular files only, and limits their size according to `max_pixels`.
+    """Return the content of a picture file, which must be a regular file of a size that suits `max_pixels`.
 
     Raises:
         DataError: the file cannot be read or is too large. The message does not name it.
@@ -261,7 +261,7 @@ def _colours(content: bytes) -> np.ndarray:
 def deep_maximum(source: Path | bytes, max_pixels: int | None = None) -> int:
     """Return the largest value of a picture that declares 16 bits per value.
 
-    Returns -1 for floating-point numbers and wider integers, and 0 for other and for unreadable pictures.
+    The result is -1 for floating-point numbers and wider integers, and 0 for other and for unreadable pictures.
     """
     try:
         with open(open_regular(source), "rb") if isinstance(source, Path) else io.BytesIO(source) as file:

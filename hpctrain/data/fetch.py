@@ -39,7 +39,8 @@ class DataSet:
 
     Attributes:
         url: address of the directory of the gzipped IDX files, or of the archive.
-        splits: sha256 of the content of each file, by name and split. IDX: images, then labels. CIFAR: batches in order.
+        splits: sha256 of the content of each file, by name and split. IDX files are images, then labels; CIFAR's are batches in
+            order.
         archive: file name of the archive that contains all files; None: IDX files that are downloaded one by one.
         package: Debian package of the data set, if any.
     """

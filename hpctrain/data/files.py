@@ -28,11 +28,11 @@ def system_errors_as(sentence: str) -> Iterator[None]:
 
 
 def require_file(path: Path, kind: str, advice: str) -> None:
-    """Raise unless `path` is a readable file.
+    """Raise an error unless `path` is a readable file.
 
     Args:
         kind: kind of file for the message, such as "data file".
-        advice: how to get one, for the end of the message.
+        advice: end of the message, a clause on how to get such a file.
 
     Raises:
         DataError: the path is missing, unreadable, a directory or a device.
@@ -51,7 +51,7 @@ def require_file(path: Path, kind: str, advice: str) -> None:
 
 
 def require_new(path: Path, overwrite: bool) -> None:
-    """Raise if a file exists at `path` and must not be overwritten.
+    """Raise an error if a file exists at `path` and must not be overwritten.
 
     Raises:
         DataError: a file exists, and `overwrite` is false.
@@ -61,7 +61,7 @@ def require_new(path: Path, overwrite: bool) -> None:
 
 
 def require_directory(path: Path, advice: str) -> None:
-    """Raise unless `path` is a directory with readable entries; see `require_file`.
+    """Raise an error unless `path` is a directory with readable entries; see `require_file`.
 
     Raises:
         DataError: the path is missing, unreadable, or a file.

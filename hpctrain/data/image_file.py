@@ -174,7 +174,7 @@ def _values(file: h5py.File, name: str) -> np.ndarray:
 
 
 def check(path: Path, contents: Stored) -> None:
-    """Raise unless the contents are consistent, and all but the images match their checksums.
+    """Raise an error unless the contents are consistent, and all but the images match their checksums.
 
     Raises:
         DataError: the message names the fault.
@@ -190,7 +190,7 @@ def check(path: Path, contents: Stored) -> None:
 
 
 def check_structure(path: Path, contents: Stored) -> None:
-    """Raise unless shapes and dtypes are valid, and the numbers of samples and channels agree.
+    """Raise an error unless shapes and dtypes are valid, and the numbers of samples and channels agree.
 
     Raises:
         DataError: the message names the fault.
@@ -219,7 +219,7 @@ def check_structure(path: Path, contents: Stored) -> None:
 
 
 def check_statistics(origin: str, mean: np.ndarray, std: np.ndarray) -> None:
-    """Raise unless uint8 images normalised with mean and std (C,) are finite, also in float32.
+    """Raise an error unless uint8 images normalised with mean and std (C,) are finite, also in float32.
 
     Raises:
         DataError: a mean or deviation is not finite, or a deviation is negative or too small. The message names the channel.
@@ -241,7 +241,7 @@ def normal_name(name: str) -> str:
 
 
 def check_names(path: Path, names: Sequence[str]) -> None:
-    """Raise unless class names can be stored.
+    """Raise an error unless class names can be stored.
 
     Raises:
         DataError: there is no name, or a name is not valid Unicode or has a zero byte.
@@ -254,7 +254,7 @@ def check_names(path: Path, names: Sequence[str]) -> None:
 
 
 def check_labels(path: Path, labels: np.ndarray, classes: int, first: int = 0) -> None:
-    """Raise unless all labels are in 0 .. classes - 1.
+    """Raise an error unless all labels are in 0 .. classes - 1.
 
     Args:
         first: number of the first sample in `labels`, for the message.
@@ -302,7 +302,7 @@ def changed_datasets(contents: Stored) -> list[str]:
 
 
 def check_place(path: Path, images: StoredImages) -> None:
-    """Raise unless the images lie within the file.
+    """Raise an error unless the images lie within the file.
 
     Raises:
         DataError: the file has fewer bytes than the images need.
@@ -383,7 +383,7 @@ class ImageFile:
         return self.manifest["blob" if "blob" in self.manifest else "images"]
 
     def decode_by(self, threads: int) -> None:
-        """Set the number of threads that decode pictures. No effect if the file holds pixels."""
+        """Set the number of threads that decode pictures; unused if the file holds pixels."""
         if isinstance(self.pixels, BlockReader):
             self.pixels.threads = threads
 
@@ -562,8 +562,8 @@ def differences(
 
     Args:
         origin, place: names of the data.
-        measured: whether means and deviations only describe the pixels; very different ones hint at another range of values.
-            False: images are normalised with them.
+        measured: whether means and deviations only describe the pixels; large differences then indicate another range of values.
+            False: images are normalised with them, and every difference is named.
 
     Raises:
         DataError: the classes, or their order, differ.
@@ -690,7 +690,7 @@ class ImageForm:
     def of(cls, file: ImageFile | DataFacts) -> ImageForm:
         """Return the form of a data file's images. If `fit` is missing, the converters' default is used.
 
-        Ranges of a few values are those of floating-point numbers in arrays, such as -1 to 1, which do not fit pictures.
+        A narrow range, such as -1 to 1, is that of floating-point numbers in arrays; it does not suit pictures and is left out.
         """
         height, width, channels = file.shape
         low, high = file.value_range or (0.0, 0.0)
@@ -707,7 +707,7 @@ class SyntheticImages(ReadImages):
     """Images generated when they are read; indexed like a uint8 array (N, H, W, C).
 
     Args:
-        split: split, each of which has different images.
+        split: name of the split; each split has different images.
         labels: (N,) class of each image.
         shape: (H, W, C).
     """

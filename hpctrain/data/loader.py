@@ -5,9 +5,9 @@ process, because forking after MPI has started is not allowed, and because the w
 releases the GIL.
 
 The samples of a step are divided over the split groups, and within a group over its ranks (`sampler.counts`). If ranks share
-samples, each reads of every image of its group the box that its first layers need (`GridDistribution.tiles_by_counts`), traced
-back through the augmentations as drawn for the sample (`Pipeline.part`). It reads whole images if the cache of its node has room
-for them (`SampleCache.bring`).
+samples, each rank needs one box of every image of its group, for its first layers (`GridDistribution.tiles_by_counts`). It reads
+only the stored pixels from which the drawn augmentations compute this box (`Pipeline.part`), or whole images if the cache of its
+node has room for them (`SampleCache.bring`).
 
 An `ArrayLoader` takes floating-point images in memory, without files, augmentation or threads.
 """
@@ -198,7 +198,7 @@ class Loader(_Batches):
             None: each rank reads its own samples.
         shards: number of shards into which the samples of a step are divided, a multiple of the number of ranks; None: number of
             ranks.
-        prefetch: number of batches made in advance; 0: none, without a thread.
+        prefetch: number of batches made in advance by a thread; 0: each batch is made on request, without a thread.
         pixels: reader of the file's images, such as a cache; None: the file itself.
         mixing: mixing of the images of a step; None: images are not mixed.
         sizes: sizes of images by epoch; None: the pipeline's size in all epochs.

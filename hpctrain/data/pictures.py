@@ -69,7 +69,7 @@ def _below(directory: Path) -> list[Path]:
 def picture_facts(files: Sequence[Path]) -> dict[str, str]:
     """Return size and crc32 of some files, by name, so that ranks can check that they have the same pictures.
 
-    Reads at most 64 KiB of each of at most 16 evenly spaced files.
+    At most 64 KiB of each of at most 16 evenly spaced files are read.
     """
     count = min(len(files), _MOST_COMPARED)
     return {str(files[place]): _fact(files[place]) for place in np.linspace(0, len(files) - 1, count).astype(int).tolist()}

@@ -111,10 +111,7 @@ def leaves_resize(steps: Sequence[Augmentation]) -> bool:
 
 
 def resampled(step: Augmentation, size: tuple[int, int], u: np.ndarray) -> Resampling | None:
-    """Return the resize that a step applies to images of `size` (H, W), from the random numbers u (count, draws).
-
-    Returns None if the step does not resize.
-    """
+    """Return the resize of images of `size` (H, W) by a step, for random numbers u (count, draws); None if it does not resize."""
     if not isinstance(step, ResamplingAugmentation):
         return None
     height, width, _ = step.output_shape(*size, 0)
@@ -439,7 +436,7 @@ def _resized(augmentations: tuple[Augmentation, ...], side: int) -> tuple[Augmen
 
 
 def check_order(steps: Sequence[Augmentation]) -> None:
-    """Raise unless augmentations of normalised pixels come last.
+    """Raise an error unless augmentations of normalised pixels come last.
 
     Raises:
         ConfigError: another augmentation follows one of normalised pixels.

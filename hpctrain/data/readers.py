@@ -69,7 +69,7 @@ class ReadImages(Protocol):
         """
 
     def __getitem__(self, index: ImageIndex) -> np.ndarray:
-        """Return pixels of one or several samples, of whole images or a region, like an array. Reads by `take`."""
+        """Return pixels of one or several samples, of whole images or a region, like an array. They are read by `take`."""
         wanted, *region = index if isinstance(index, tuple) else (index,)
         numbers = range(self.shape[0])[wanted]
         samples = np.array([numbers] if isinstance(numbers, int) else numbers, np.int64)
@@ -192,7 +192,7 @@ _REFUSED = (errno.EPERM, errno.ENOSYS)
 
 
 class BlockReader(ReadImages):
-    """Reader of samples that are stored in one block of a file. One thread at a time.
+    """Reader of samples that are stored in one block of a file. Only one thread at a time may read.
 
     Args:
         path: path of the file, which stays open.
@@ -223,7 +223,7 @@ class BlockReader(ReadImages):
         self.policy = policy
 
     def reads_by_calls(self) -> None:
-        """Read each sample by a system call instead of through the map, starting with the next read.
+        """Switch to reading each sample by a system call instead of through the map, from the next read on.
 
         System calls suit samples that are read once: a parallel file system serves all bytes of a sample in one call, but a map
         page by page.
@@ -231,7 +231,7 @@ class BlockReader(ReadImages):
         self._gathers = False
 
     def read_sums(self, samples: np.ndarray) -> dict[int, int]:
-        """Return the crc32 of the pixels of samples (n,), by sample, read once by system calls. Omits unreadable samples."""
+        """Read samples (n,) by system calls, and return the crc32 of the pixels of the readable ones, by sample."""
         sizes, starts = self.extents.sizes(samples), self.extents.starts(samples)
         ends = np.cumsum(sizes)
         out = np.empty(int(sizes.sum()), np.uint8)
@@ -419,7 +419,7 @@ _copy.restype = ctypes.c_ssize_t
 
 
 class MappedReader(BlockReader):
-    """Reader of images (N, H, W, C) uint8 that are stored in one block of a file. One thread at a time.
+    """Reader of images (N, H, W, C) uint8 that are stored in one block of a file. Only one thread at a time may read.
 
     Args:
         path: path of the file, which stays open.

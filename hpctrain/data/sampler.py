@@ -1,9 +1,9 @@
 """The samples of a step, their order, their partners in mixup and cutmix, and the samples held out for validation.
 
-Order and partners are a pure function of (seed, epoch, place in the epoch), and the samples held out of (labels, amount, seed):
-equal on every rank and after every restart. Mixup and cutmix mix the images of a step with the same images in reverse order, as
-timm does for a batch. The partner of a sample depends on its place in the step over all ranks, so any number of ranks mixes the
-same pairs.
+Order and partners are pure functions of (seed, epoch, place in the epoch). The held-out samples are a pure function of (labels,
+amount, seed). All are equal on every rank and after every restart. Mixup and cutmix mix the images of a step with the same images
+in reverse order, as timm does for a batch. The partner of a sample depends on its place in the step over all ranks, so any number
+of ranks mixes the same pairs.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from hpctrain.core.intervals import Box, even, relative, size_of
 def counts(samples: int, ranks: int, split_size: int = 1, shards: int | None = None) -> tuple[int, ...]:
     """Return the number of samples of each rank, as even as possible, larger numbers first.
 
-    Ranks get no sample if there are fewer samples than ranks.
+    If there are fewer samples than ranks, some ranks receive none.
 
     Args:
         split_size: number of neighbouring ranks that form a split group and work on each other's samples. Samples are divided

@@ -54,7 +54,7 @@ _JOURNAL_VERSION = 2
 class ImageFileWriter:
     """Writer of a data file in chunks. The file appears, complete and on the disk, when the `with` block ends without an error.
 
-    Use as a context manager. After an error no file is left. An interruption (KeyboardInterrupt, a kill) leaves an unfinished
+    Use it as a context manager. After an error no file is left. An interruption (KeyboardInterrupt, a kill) leaves an unfinished
     file if `source` is given, and the next writer with the same `path` and `source` continues it.
 
     Args:
@@ -258,7 +258,7 @@ class ImageFileWriter:
 def _resumable(path: Path) -> Iterator[tuple[int, int]]:
     """Yield the open file `path`.partial and its journal, which stay after an interruption, and publish the file after the block.
 
-    One process at a time. After an error no file is left.
+    Only one process at a time may write. After an error no file is left.
 
     Raises:
         OSError: the files cannot be created or published.

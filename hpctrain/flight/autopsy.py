@@ -77,7 +77,7 @@ _STILL_SHARE = 0.75
 
 
 def waited_for(records: Sequence[FlightRecord]) -> Autopsy | None:
-    """Return the ranks at the end of the chain of waits, and the operation that they did not post; None if no rank waits."""
+    """Return the finding for the end of a chain of waits: ranks, and the operation that they did not post; None without waits."""
     by_rank = {record.rank: record for record in records}
     edges = {rank: _absence(record, by_rank) for rank, record in by_rank.items() if record.wait}
     if not edges:
@@ -259,7 +259,7 @@ def autopsy(records: Sequence[FlightRecord]) -> Autopsy:
 
 
 def _failed(records: Sequence[FlightRecord]) -> Autopsy | None:
-    """Return the ranks that failed first and their error message; None if no rank failed."""
+    """Return the finding for the ranks that failed first, with their error message; None if no rank failed."""
     ended = [record for record in records if record.end not in (End.RUNNING, End.FINISHED)]
     first = min(ended, key=lambda record: record.wall_seconds(record.seen_ns), default=None)
     if first is None or first.end is End.DEADLINE:  # the other ranks of a job that ends at a deadline are killed
@@ -300,7 +300,7 @@ def _gone(records: Sequence[FlightRecord]) -> Autopsy | None:
 
 
 def _different_phase(records: Sequence[FlightRecord]) -> Autopsy | None:
-    """Return the first collective phase in which the records differ; None if they agree as far back as they reach."""
+    """Return the finding for the first collective phase in which the records differ; None if all phases in the records agree."""
     of_ranks = {record.rank: dict(record.phases) for record in records}
     for number in sorted(set().union(*of_ranks.values())):
         sentence, others = different_phases({rank: phases[number] for rank, phases in of_ranks.items() if number in phases})
@@ -381,7 +381,7 @@ def _by_size(words: Mapping[int, Hashable]) -> list[list[int]]:
 
 
 def _silent(records: Sequence[FlightRecord]) -> Autopsy | None:
-    """Return the ranks whose records end before those of the other ranks; None if there are none."""
+    """Return the finding for ranks whose records end before those of the other ranks; None if there are none."""
     latest = latest_seconds(records)
     silent = {record: silent_seconds(record, latest) for record in records if record.end is End.RUNNING}
     silent = {record: seconds for record, seconds in silent.items() if seconds}

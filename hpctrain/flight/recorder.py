@@ -125,7 +125,7 @@ class FlightRecorder:
 
     Attributes:
         directory: directory of the record's file; None while it is in memory.
-        begun_at: temporary file, removed once the record has another file or the process has finished; otherwise None.
+        begun_at: temporary file of the record, removed once it has another file or the process has finished; None: there is none.
         beats: counter that grows while any thread of the process makes progress.
         phase_name: name of the current phase; "" before the first.
         step_begun: number of the latest step that has begun; 0 before the first.
@@ -270,7 +270,7 @@ class FlightRecorder:
         self._ring.words[Word.WAIT] = 0
 
     def wait(self, purpose: str, number: int = 0) -> None:
-        """Record the beginning of a wait. Args as for `waiting`."""
+        """Record the beginning of a wait. The arguments are those of `waiting`."""
         words = self._ring.words
         words[Word.WAIT_RECORD] = number
         words[Word.WAIT_SINCE] = self._clock_ns()
@@ -324,7 +324,7 @@ _NOTHING: AbstractContextManager[Any] = nullcontext()
 
 
 class FlightNotes:
-    """Notes of a program for its flight record; almost free without a recorder.
+    """Writer of a program's notes to its flight record. Without a recorder, its methods take almost no time.
 
     Args:
         recorder: recorder of this process; None: ignore all notes.

@@ -214,7 +214,7 @@ class FlightRecord:
 
     Attributes:
         operations: latest operations, in the order of queueing.
-        wall_offset_ns: difference between the process's clock and the wall clock.
+        wall_offset_ns: the process's clock minus the wall clock.
         phases: (number, name) of the latest collective phases, numbered from 1.
         gone: whether the process has ended on this machine without a record of its end.
     """
@@ -312,7 +312,7 @@ def read(path: Path, *, operations: bool = True) -> FlightRecord:
 
 
 def _is_gone(record: FlightRecord) -> bool:
-    """Return whether a process has ended without a record of its end. Returns False for processes of other machines."""
+    """Return whether a process of this machine has ended without a record of its end; False for processes of other machines."""
     if record.end is not End.RUNNING or record.host != platform.node():
         return False
     status = processes.status_of(record.process)
@@ -320,7 +320,7 @@ def _is_gone(record: FlightRecord) -> bool:
 
 
 def _content(path: Path) -> bytes:
-    """Return the content of a record's file. Reads at most the size of a record, and nothing from pipes or devices."""
+    """Return the content of a record's file, at most the size of a record. Pipes and devices are not read."""
     with open(open_regular(path), "rb") as file:
         data = file.read(_SIZE + 1)
     if len(data) != _SIZE or int.from_bytes(data[:8], "little") != MAGIC:

@@ -99,7 +99,7 @@ def latest(environ: Mapping[str, str], *, ended: bool = False) -> Path | None:
     """Return the directory of this user's latest start that left records on this machine; None if there is none.
 
     Args:
-        ended: leave out starts whose launcher is alive.
+        ended: whether to leave out starts whose launcher is alive.
     """
     if environ.get(RECORDS):
         return Path(environ[RECORDS])

@@ -51,7 +51,7 @@ _SIZE_BYTES = 8
 
 
 def may_fork() -> bool:
-    """Return whether this process may fork a rank: MPI has not started in it, it has no threads, and SWITCH is not 0.
+    """Return whether this process may fork a rank: on Linux, before MPI starts, without threads, and unless SWITCH is 0.
 
     MPI does not survive a fork, and a forked child has only the thread that forked.
     """
@@ -83,7 +83,7 @@ _BEATS, _DEADLINE, _WATCHED, _KEEPER, _GUARDED, _ANNOUNCED = range(6)
 class Pulse:
     """Counters shared by rank and keeper, and the deadline for which they may remain unchanged.
 
-    Created before the fork, written by both processes.
+    It is created before the fork, and both processes write it.
     """
 
     def __init__(self) -> None:
@@ -97,24 +97,21 @@ class Pulse:
         return self._words[_DEADLINE] * 1e-9
 
     def watch(self, deadline_seconds: float) -> None:
-        """Start the watch of the rank, whose counter must change within the deadline. Called in the rank."""
+        """Start the watch of the rank, whose counter must change within the deadline. Call this in the rank."""
         self._words[_BEATS] += 1
         self._words[_DEADLINE] = max(1, int(deadline_seconds * 1e9))
         self._words[_WATCHED] = 1
 
     def beat(self) -> None:
-        """Count a beat of the heartbeat. Called in the rank."""
+        """Count a beat of the heartbeat. Call this in the rank."""
         self._words[_BEATS] += 1
 
     def rest(self) -> None:
-        """Pause the watch of the rank. Called in the rank."""
+        """Pause the watch of the rank. Call this in the rank."""
         self._words[_WATCHED] = 0
 
     def guard(self, guarded: bool) -> None:
-        """Note whether a timer will end the rank with the exit code of a bug. The timer does not need Python's lock.
-
-        Called in the rank.
-        """
+        """Note whether a timer, which needs no interpreter lock, will end the rank with exit code 1. Call this in the rank."""
         self._words[_GUARDED] = guarded
 
     @property
@@ -123,7 +120,7 @@ class Pulse:
         return self._words[_GUARDED] != 0
 
     def announce_end(self) -> None:
-        """Note that the rank is about to announce its end to the other ranks. Called in the rank."""
+        """Note that the rank is about to announce its end to the other ranks. Call this in the rank."""
         self._words[_ANNOUNCED] = 1
 
     @property
@@ -132,7 +129,7 @@ class Pulse:
         return self._words[_ANNOUNCED] != 0
 
     def look(self, seconds: float) -> bool:
-        """Return whether the rank's counter has not changed for the deadline. Called in the keeper, every `seconds`."""
+        """Return whether the rank's counter has not changed for the deadline. Call this in the keeper, every `seconds`."""
         beats = self._words[_BEATS]
         if not self._words[_WATCHED] or beats != self._seen:
             self._seen, self._still_seconds = beats, 0.0
@@ -141,13 +138,13 @@ class Pulse:
         return self._still_seconds >= self.deadline_seconds
 
     def keep(self) -> None:
-        """Count a check of the keeper. Called in the keeper."""
+        """Count a check of the keeper. Call this in the keeper."""
         self._words[_KEEPER] += 1
 
     def look_at_keeper(self, seconds: float) -> bool:
         """Return whether the keeper's counter has not changed for the deadline; False without a keeper.
 
-        Called in the rank, every `seconds`.
+        Call this in the rank, every `seconds`.
         """
         beats = self._words[_KEEPER]
         if beats != self._keeper_seen or not beats:
@@ -241,7 +238,7 @@ def keep(
 ) -> Keeper:
     """Fork; return the keeper in the child. The parent does not return.
 
-    No effect if the process has threads, which the child would lack, if MPI has started, or if `SWITCH` is 0.
+    The process does not fork if it has threads, which the child would lack, if MPI has started, or if `SWITCH` is 0.
 
     Args:
         held: blocked signals, which the parent forwards.
@@ -399,7 +396,7 @@ def _leave_without_launcher(child: _Rank, record: Path | None, lost: WatchedProc
 
 
 def _await_launcher(child: _Rank, record: Path | None) -> None:
-    """Wait while a launcher's process is stopped, and kill it after the deadline. Called before this process exits.
+    """Wait while a launcher's process is stopped, and kill it after the deadline. Call this before the process exits.
 
     A stopped launcher would never notice the end of this process.
     """
@@ -495,8 +492,8 @@ class Notebook:
 def run_watched(work: Callable[[Notebook], int], explain: Callable[[RankEnd], int], seconds: float) -> int:
     """Run `work` in a child; return its exit code, or the result of `explain` if the child does not finish its work.
 
-    Returns in both processes. The child returns the exit code of `work` instead of exiting here, so that MPI notifies the
-    launcher at its normal exit; otherwise the launcher would kill the other ranks. If the process may not fork (`may_fork`),
+    The call returns in both processes. The child returns the exit code of `work` instead of exiting here, so that MPI notifies
+    the launcher at its normal exit; otherwise the launcher would kill the other ranks. If the process may not fork (`may_fork`),
     `work` runs in this process and is not watched.
 
     Args:

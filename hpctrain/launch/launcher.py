@@ -1,6 +1,6 @@
 """The launcher of this process and the job requested from it, read from the environment before MPI starts, or if it never starts.
 
-Imports neither NumPy nor mpi4py.
+This module imports neither NumPy nor mpi4py.
 """
 
 from __future__ import annotations
@@ -124,14 +124,15 @@ def place_of(rank: int | None) -> str:
 def may_overlook_exit_codes(environ: Mapping[str, str]) -> bool:
     """Return whether the launcher notices a rank ended by a signal, but may miss one that exits with a code.
 
-    True for hydra. If it learns of an exit before it sees the rank's descriptor close, for example while it forwards a last
-    message, it closes the descriptor itself. It then keeps waiting for ranks that wait for the lost one.
+    The result is True for hydra, MPICH's launcher. If it learns of an exit before it sees the rank's descriptor close, for
+    example while it forwards a last message, it closes the descriptor itself. It then keeps waiting for ranks that wait for the
+    lost one.
     """
     return started_by(environ).name in _HYDRA_NAMES
 
 
 def started_by(environ: Mapping[str, str]) -> Launcher:
-    """Return the launcher as `detect` does, but ignore HPCTRAIN_EXPECT_RANKS. Never raises."""
+    """Return the launcher as `detect` does, but ignore HPCTRAIN_EXPECT_RANKS and raise no error."""
     for signature in _SIGNATURES:
         if signature.marker in environ:
             return _by_signature(signature, environ)
@@ -285,7 +286,7 @@ _SRUN_OPTIONS = (
 
 
 def check_world(launcher: Launcher, world_size: int, library: str = "") -> None:
-    """Raise unless MPI's world has the size that was requested from the launcher.
+    """Raise a LaunchError unless MPI's world has the size that was requested from the launcher.
 
     If the sizes differ, the launcher has usually started N jobs of one rank each, none of which reports an error.
 
@@ -326,7 +327,7 @@ def world_fault(launcher: Launcher, world_size: int, library: str = "") -> tuple
 
 
 def _srun_advice(library: str) -> str:
-    """Return the `--mpi` option that srun needs for this MPI library."""
+    """Return advice on the `--mpi` option that srun needs for this MPI library."""
     others = "set it as MPI in jobs/slurm.sbatch; `srun --mpi=list` lists the options of this Slurm"
     for word, name, option in _SRUN_OPTIONS:
         if word in library:

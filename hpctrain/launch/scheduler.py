@@ -54,8 +54,8 @@ class SchedulerJob:
     def lives(self) -> bool | None:
         """Query the scheduler: return False if the job is over, True if it is suspended, otherwise None.
 
-        None includes a running job, whose training may have ended. Starts a process if the job is another one of this process's
-        scheduler and cluster.
+        None includes a running job, whose training may have ended. For another job of this process's scheduler and cluster, the
+        query starts a process.
         """
         here = own_job(os.environ)
         if not self.number or (self.scheduler, self.cluster) != (here.scheduler, here.cluster):

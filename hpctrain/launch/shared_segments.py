@@ -73,7 +73,8 @@ def announce(memory: Path = MEMORY) -> None:
 def limit_ucx(ranks: int, memory: Path = MEMORY) -> None:
     """Disable UCX's shared memory where it may not fit, as in the 64 MB of many containers: UCX would crash without a message.
 
-    MPICH does not need it: messages between ranks of a node use 1.1 MB per rank of their own. If UCX_TLS is set, it is kept.
+    MPICH does not need it, because it has shared memory of its own for a node's messages, 1.1 MB per rank. If UCX_TLS is set, it
+    is kept.
 
     Args:
         ranks: number of ranks on this node.
@@ -94,7 +95,7 @@ def hint(memory: Path = MEMORY) -> str:
 
 
 def remember(memory: Path = MEMORY) -> None:
-    """Record the segments that this process has mapped. No effect if they cannot be recorded."""
+    """Record the segments that this process has mapped, and ignore errors of the file system."""
     segments = sorted({path for path in _mapped() if path.parent == memory})
     with contextlib.suppress(OSError):
         if segments:

@@ -76,10 +76,9 @@ def taken_signals(rank: int, *, trains: bool = False) -> Iterator[SignalWatch]:
 
 
 def deliver_again(request: Signals) -> None:
-    """Deliver a request to stop to the program in which a training has answered it.
+    """Repeat a request to stop, to which a training has responded, for the program that contains the training.
 
-    In a process with a registered watch, which receives all signals, raise KeyboardInterrupt for SIGINT, and SystemExit for
-    others.
+    If a watch is registered, it receives all signals; KeyboardInterrupt (SIGINT) or SystemExit is then raised instead.
     """
     if not _OF_PROCESS:
         signal.raise_signal(request)
@@ -90,7 +89,7 @@ def deliver_again(request: Signals) -> None:
 
 
 class SignalWatch:
-    """Receives signals, and notes the first one that requests the end of this process.
+    """Receiver of signals, which notes the first one that requests the end of this process.
 
     Args:
         held: signals to wait for, blocked by `hold`; empty: no signal is received.
@@ -161,7 +160,7 @@ class SignalWatch:
         self._at_once, self._answer = False, answer
 
     def take(self, number: Signals) -> None:
-        """Process one signal. Returns unless the signal ends the process."""
+        """Process one signal. The call returns unless the signal ends the process."""
         now = time.monotonic()
         if number in STOPS:
             self._stop(number, now)

@@ -49,7 +49,7 @@ class TrainCommand:
 
     @classmethod
     def find(cls, words: Sequence[str]) -> TrainCommand:
-        """Return the command with the position of its training, the word `train` after `hpctrain` with any path.
+        """Return the command, whose training is the word `train` after `hpctrain` or a path that ends in it.
 
         Raises:
             LaunchError: the command has no training, or several.
@@ -122,7 +122,7 @@ def _is_broken(stream: int) -> bool:
 
 
 class SupervisedCommand:
-    """Runs commands one after another. Create one per process, on the main thread, while there are no other threads.
+    """Runner of commands, one after another. Create one per process, on the main thread, while there are no other threads.
 
     Attributes:
         request: signal that requested the end; None if none did.
@@ -175,7 +175,7 @@ class SupervisedCommand:
             self._take(self._next(min(left, _LOOK_SECONDS)), None)
 
     def _prepare(self) -> None:
-        """Unblock signals, and request SIGTERM at the supervisor's end. Called in the command, between fork and exec."""
+        """Unblock signals, and request SIGTERM at the supervisor's end. This runs in the command, between fork and exec."""
         release()
         end_with_parent(signal.SIGTERM)
 
@@ -298,7 +298,7 @@ class Attempt:
 
 
 class Supervisor:
-    """Runs a training until it finishes, is asked to stop, cannot continue, or has failed too often.
+    """Runner of a training, until it finishes, is asked to stop, cannot continue, or has failed too often.
 
     Args:
         look: function that returns the outcome of the latest attempt.

@@ -1,4 +1,4 @@
-"""The number of threads per rank; default: the rank's cores. Runs before NumPy is imported, and does not import it."""
+"""The number of threads per rank; default: the rank's cores. The module is used before NumPy is imported."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _started_in: set[int] = set()
 
 
 def check_fork() -> None:
-    """Raise in a process that was forked after hpctrain had started MPI or several threads. A training would hang in it."""
+    """Raise a LaunchError in a process forked after hpctrain started MPI or several threads: a training would hang in it."""
     if _started_in - {os.getpid()}:
         raise LaunchError(
             "This process was forked from one in which hpctrain has started MPI or several threads, which do not survive a "
@@ -67,8 +67,8 @@ def set_threads(
     Args:
         requested: number from the configuration; None: OMP_NUM_THREADS if it is set, otherwise the rank's cores.
         environ: environment; changed in place.
-        measures: whether the first rank of a node measures the node's load. On a busy node its threads sleep earlier, and a
-            process that is alone, may use all cores and may choose its number of threads leaves the busy cores to others.
+        measures: whether the first rank of a node measures the node's load. On a busy node its threads sleep earlier. If no
+            number is requested, a process without MPI that may use all cores then leaves the busy ones to other programs.
 
     Raises:
         LaunchError: more threads are requested than there are CPUs on which the rank may run, or OMP_NUM_THREADS is no number.

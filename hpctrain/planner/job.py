@@ -45,7 +45,7 @@ class PlannedJob:
     shards: int | None = None
 
     def counts(self, ranks: int, split_size: int = 1) -> tuple[int, ...]:
-        """Return the samples of a step by position.
+        """Return the number of samples of a step on each rank, by its position in the grid.
 
         Args:
             ranks: number of ranks; with shards, a divisor of their number.

@@ -215,7 +215,7 @@ def description(task: PlannedRun, reported: Sequence[int] | None = None) -> Plan
 
 
 def equal_split_groups(task: PlannedRun) -> tuple[tuple[int, ...], ...]:
-    """Return the indices c of the split groups, in classes of groups with equal samples, which have equal reports."""
+    """Return classes of split groups with equal samples, and therefore with equal reports. Each class lists indices c."""
     rows, classes = task.plan.rows, dict[tuple[int, ...], list[int]]()
     for c in range(task.plan.cols):
         classes.setdefault(task.counts[c * rows : (c + 1) * rows], []).append(c)

@@ -53,13 +53,13 @@ def target_of(path: Path) -> Path:
 
 
 def check_target(path: Path, *, streams: bool = False) -> None:
-    """Raise unless a file can be written at `path`. Call it before spending time on the content.
+    """Raise an OSError unless a file can be written at `path`. Call this before spending time on the content.
 
     Args:
         streams: whether to also accept the targets that `write_bytes` writes into directly.
 
     Raises:
-        OSError: see `target_of`; or the directory is missing or not writable.
+        OSError: `target_of` raises an error, or the directory is missing or not writable.
     """
     if streams and (_descriptor_of(path) is not None or _is_stream(path)):
         return
@@ -73,11 +73,11 @@ def check_target(path: Path, *, streams: bool = False) -> None:
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yield the path of a new, empty file that replaces `path` when the block ends. The block must write and synchronise it.
+    """Yield the path of a new, empty file that replaces `path` when the block ends.
 
-    After an error the new file is deleted. A killed process may leave one, whose name identifies the process (`partial_path`);
-    the next write of `path` on the same machine removes it. If several processes write `path` at the same time, the last one to
-    finish wins.
+    The block must write the file and synchronise it with the disk. After an error the file is deleted. A killed process may leave
+    one, whose name identifies the process (`partial_path`); the next write of `path` on the same machine removes it. If several
+    processes write `path` at the same time, the last one to finish wins.
 
     Raises:
         OSError: `path` cannot be replaced, or another user may have made a file with the new file's name.
@@ -175,7 +175,7 @@ def write_bytes(path: Path, content: bytes) -> None:
     """Write a file atomically, or write directly into a pipe, a terminal or another character device.
 
     Raises:
-        OSError: the file cannot be written and is unchanged; or no process reads the pipe.
+        OSError: the file cannot be written and is unchanged, or no process reads the pipe.
     """
     number = _descriptor_of(path)
     if number is not None:
@@ -215,7 +215,7 @@ def _is_stream(path: Path) -> bool:
 
 
 def _opened_stream(path: Path) -> int:
-    """Open a pipe or device and return its descriptor. Does not wait for a reader of a pipe.
+    """Open a pipe or device without waiting for a reader of the pipe, and return its descriptor.
 
     Raises:
         OSError: the path cannot be opened, or no process reads the pipe.

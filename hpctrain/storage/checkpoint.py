@@ -105,7 +105,7 @@ def _now(directory: Path) -> float:
 
 
 def _last_write_seconds(path: Path) -> float:
-    """Return the time of the last write to a file, or to a directory and its files."""
+    """Return the time of the last write to a file, or to a directory and its files; infinity if it has been deleted."""
     try:
         files = list(path.iterdir()) if path.is_dir() else []
         return max(each.stat().st_mtime for each in (path, *files))
@@ -235,7 +235,7 @@ def read_meta(path: Path) -> Mapping[str, object]:
 
 
 def by_age(directory: Path) -> list[tuple[int, Path]]:
-    """Return (global step, path) of all checkpoints in `directory`, in the order of writing. Does not depend on clocks.
+    """Return (global step, path) of all checkpoints in `directory`, in the order of writing, whatever the clocks show.
 
     The order is that of the sequence numbers in the metadata. A checkpoint without a number (written by `job.save`) or with
     unreadable metadata counts as written directly after those of lower steps.
@@ -337,7 +337,7 @@ def remove(path: Path) -> None:
 def set_aside(directory: Path, step: int) -> list[Path]:
     """Rename the checkpoints of steps after `step`, and return their new names.
 
-    Call it when a run resumes from `step` with other settings or data: otherwise the next `read_newest` would return a later
+    Call it when a run resumes from `step` with other settings or data: otherwise the next resume would continue from a later
     checkpoint of the old settings. Only one process may write in a directory at a time.
 
     Raises:

@@ -46,8 +46,8 @@ class StoreFile(io.RawIOBase):
     `place` writes arrays to the disk; `finish` writes the bytes that HDF5 has written.
 
     Args:
-        file: path of the file, which replaces an earlier one; or the descriptor of an open file, which this object closes, and
-            which keeps its bytes at the places that HDF5 does not overwrite.
+        file: path of the file, which replaces an earlier one; or the descriptor of an open file. This object closes the
+            descriptor, and keeps the bytes that HDF5 does not overwrite.
 
     Raises:
         OSError: the file cannot be created.
@@ -129,10 +129,7 @@ class StoreFile(io.RawIOBase):
         os.fsync(self._descriptor)
 
     def close(self) -> None:
-        """Close the file without waiting for the disk. Without a preceding `finish` the file is unreadable.
-
-        May be called twice.
-        """
+        """Close the file, once, without waiting for the disk. Without a preceding `finish` the file is unreadable."""
         if not self.closed:
             super().close()
             os.close(self._descriptor)
@@ -165,7 +162,7 @@ class TensorPlace:
 
 @dataclass(frozen=True)
 class StoreIndex:
-    """Index of a file: places, checksums and metadata, verified. The tensors themselves are not verified.
+    """Verified places, checksums and metadata of a file. The elements of its tensors are not verified.
 
     Attributes:
         sha256: checksum of the root, over the names and checksums of all tensors.
@@ -200,7 +197,7 @@ def _list_digest(digests: Mapping[str, str]) -> str:
 
 
 def plain(value: Any) -> Any:
-    """Return a NumPy scalar as a Python number, for `json.dumps(default=plain)`."""
+    """Return a NumPy scalar as a Python number, for `json.dumps(default=plain)`. Raise a TypeError for other values."""
     if isinstance(value, np.generic):
         return value.item()
     raise TypeError(f"{type(value).__name__} cannot be stored in a checkpoint's metadata")
@@ -361,14 +358,14 @@ def _damage_in(path: Path) -> Iterator[None]:
 
 
 def require_stored(file: h5py.File, name: str) -> None:
-    """Raise unless the file itself stores all values of a dataset.
+    """Raise a ValueError unless the file itself stores all values of a dataset.
 
     HDF5 replaces missing values by a fill value without an error, waits for pipes, and reads any file that a link, an external
     storage or a virtual dataset names. Call this before the first access to the dataset, since its name may be that of a link.
     Values that were never written to an allocated block or chunk look like stored ones.
 
     Raises:
-        ValueError: the reason, in words.
+        ValueError: values are missing or elsewhere; the message is a clause with the reason.
         KeyError: the file has no such object.
     """
     item = file
@@ -420,7 +417,8 @@ class ShardReader:
         places: places of all parts, from a reader that verified them; None: the parts are not verified yet.
 
     Raises:
-        CheckpointError: the file is missing, truncated, damaged, or belongs to another checkpoint.
+        CheckpointError: the file is missing, truncated, damaged, or belongs to another checkpoint. Also raised by `verify` and
+            `read`.
     """
 
     def __init__(self, path: Path, shard: ShardFacts, places: ShardPlaces | None = None) -> None:
@@ -487,7 +485,7 @@ class ShardReader:
 
 
 def _open_sized(path: Path, size: int) -> int:
-    """Open a file for reading and return its descriptor. Raises if the file does not have exactly `size` bytes."""
+    """Open a file for reading and return its descriptor. Raise a CheckpointError unless it has exactly `size` bytes."""
     try:
         descriptor = open_regular(path)
     except FileNotFoundError as error:

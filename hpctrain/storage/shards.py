@@ -179,9 +179,7 @@ def open_sharded(path: Path) -> tuple[ShardedTensors, dict[str, object]]:
 
 
 def manifest_digest(path: Path) -> str:
-    """Return the stored checksum of a checkpoint's manifest, which covers the checksums of all shards.
-
-    Does not read the manifest.
+    """Return the stored checksum of a checkpoint's manifest, which covers the checksums of all shards, without verifying it.
 
     Raises:
         CheckpointError: the checksum is missing.
@@ -190,7 +188,7 @@ def manifest_digest(path: Path) -> str:
         return read_bytes(path / _DIGEST, TEXT_BYTES).decode("ascii", "replace").partition(" ")[0]
     except OSError as error:
         raise CheckpointError(
-            f"Cannot read the manifest of checkpoint {path} ({error.strerror}); use an older checkpoint."
+            f"Cannot read the manifest's checksum in checkpoint {path} ({error.strerror}); use an older checkpoint."
         ) from error
 
 

@@ -1,6 +1,6 @@
 """Weight files of other frameworks: safetensors, and PyTorch's format if PyTorch is installed.
 
-The files hold arrays by name, in the layout of the other framework; `models.interchange` converts names and layouts.
+The files hold arrays by name, in the layout of the other framework; `models.state_dict` converts names and layouts.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class WeightsFile:
 def read(path: Path, *, header: bool = False) -> WeightsFile:
     """Read all tensors of a weight file. Tensors of 16 bits are returned in float32, which represents them exactly.
 
-    Removes the name parts that PyTorch's wrappers of models and layers insert, at any depth, and returns the linear layers of
+    Remove the name parts that PyTorch's wrappers of models and layers insert, at any depth, and return the linear layers of
     timm's VGGs under torchvision's names. Names in files written by `ModelWeights` are not changed.
 
     Args:
@@ -73,7 +73,7 @@ def read(path: Path, *, header: bool = False) -> WeightsFile:
     """
     suffix = check_suffix(path, SUFFIXES)
     if not path.is_file():
-        raise CheckpointError(f"There is no weight file {path}.")
+        raise CheckpointError(f"There is no weight file {path}; give the path of an existing file.")
     content = _read_safetensors(path, header) if suffix == SAFETENSORS else _read_torch(path)
     tensors = content.tensors if "model" in content.metadata else _with_linear_layers(_unwrapped(content.tensors, path))
     wide = {name: array.astype(np.float32) if array.dtype == np.float16 else array for name, array in tensors.items()}
@@ -194,10 +194,9 @@ def _read_torch(path: Path) -> WeightsFile:
 
 
 def _check_growth(path: Path, n_bytes: int) -> None:
-    """Raise if a file's content is much larger than the file, as a tensor of stride 0 or a compressed archive can be.
+    """Raise a ValueError if a file's content is much larger than the file.
 
-    Raises:
-        ValueError: the content is too large.
+    A tensor of stride 0 and a compressed archive can have such a content.
     """
     size_bytes = path.stat().st_size
     if n_bytes > _MOST_GROWTH * size_bytes:

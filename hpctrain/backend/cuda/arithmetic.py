@@ -115,7 +115,7 @@ def _table(
 
 
 class CudaWordSums(_TiledArrays):
-    """Implements `WordSums`. Keeps the arrays alive."""
+    """Implementation of `WordSums`, which keeps the arrays alive."""
 
     def __init__(self, runtime: CudaRuntime, arrays: Sequence[DeviceArray], staging: Staging) -> None:
         assert all(array.nbytes % 4 == array.pointer % 4 == 0 for array in arrays), "arrays are summed by words of 4 bytes"
@@ -217,7 +217,7 @@ class RunTables:
 
 
 class CudaDescent:
-    """Implements `Descent`, bit-equal to the host's.
+    """Implementation of `Descent`, bit-equal to the host's.
 
     Args:
         gradient: flat gradient, of the size of `data`.
@@ -244,7 +244,7 @@ class CudaDescent:
 
 
 class CudaMomentDescent:
-    """Implements `MomentDescent`, bit-equal to the host's. Arguments: see `Arithmetic.moment_descent`."""
+    """Implementation of `MomentDescent`, bit-equal to the host's. Arguments: see `Arithmetic.moment_descent`."""
 
     def __init__(
         self,
@@ -281,7 +281,7 @@ _CAST_WIDTH = 4
 
 
 class CudaArithmetic(Arithmetic):
-    """Implements `Arithmetic` on one device. Only `to_host`, `square_sums` and `Fetch.result` wait.
+    """Implementation of `Arithmetic` on one device. Only `to_host`, `square_sums` and `Fetch.result` wait.
 
     Tables of arrays, and pinned memory for fetches, are allocated at the first call for the same arrays and reused, so that later
     steps allocate nothing.

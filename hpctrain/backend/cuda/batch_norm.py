@@ -65,7 +65,7 @@ class CudaBatchNorm(InPlace, CudaOperator):
     """Batch norm: y = gamma * (x - mean) / sqrt(var + epsilon) + beta, with the sum and the ReLU of a fused spec.
 
     Statistics and coefficients have the dtype of parameters, and are computed in float64 from sums over parts of the rows. Of the
-    activations, backward reads only x and dy. It recomputes from x where a fused ReLU was inactive. If a second input was added,
+    activations, backward reads only x and dy. It recomputes from x where a fused ReLU was zero. If a second input was added,
     forward saves the mask of the ReLU instead, one byte per pack of elements. `backward_parameters` computes coefficients that
     `backward_input` reads, so it comes first.
     """

@@ -40,7 +40,7 @@ _FIRST_WITH_SLICES = 23000  # NCCL 2.30 identifies devices by UUID, earlier vers
 
 
 class CupyLinks:
-    """Implements `DeviceLinks` by NCCL. The constructor is collective over `peers`, and waits for them.
+    """Implementation of `DeviceLinks` by NCCL. The constructor is collective over `peers`, and waits for them.
 
     Raises:
         BackendError: NCCL cannot connect the GPUs.
@@ -147,7 +147,7 @@ _SUCCESS, _NOT_READY = 0, 600  # cudaSuccess, cudaErrorNotReady
 
 
 class CupyEvent:
-    """Implements `DeviceEvent`."""
+    """Implementation of `DeviceEvent`."""
 
     def __init__(self) -> None:
         self.raw = cupy.cuda.Event(disable_timing=True)
@@ -164,7 +164,7 @@ class CupyEvent:
 
 
 class CupyStream:
-    """Implements `DeviceStream`. Its work does not wait implicitly for other streams, not even for CUDA's default stream."""
+    """Implementation of `DeviceStream`, whose work never waits implicitly for other streams, not even for CUDA's default one."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -181,7 +181,7 @@ class CupyStream:
 
 
 class CupyKernel:
-    """Implements `DeviceKernel`."""
+    """Implementation of `DeviceKernel`."""
 
     def __init__(self, name: str, function: Callable[..., None]) -> None:
         self._name, self._function = name, function
@@ -192,7 +192,7 @@ class CupyKernel:
 
 
 class CupyGraph:
-    """Implements `CapturedGraph`.
+    """Implementation of `CapturedGraph`.
 
     Attributes:
         raw: CuPy's graph; None until the capture has ended.
@@ -206,7 +206,7 @@ class CupyGraph:
 
 
 class CupyDevice:
-    """Implements `Device`. The constructor makes the GPU the current one of the calling thread.
+    """Implementation of `Device`. The constructor makes the GPU the current one of the calling thread.
 
     Args:
         index: index of the GPU among those that this process sees.

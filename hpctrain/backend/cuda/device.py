@@ -25,7 +25,7 @@ from hpctrain.backend.specs import item_bytes
 def bfloat16_bits(values: np.ndarray) -> np.ndarray:
     """Return float32 or float64 values rounded to bfloat16, as uint16.
 
-    Rounds to nearest even, float64 by way of float32. NaN becomes 0x7FFF.
+    Values are rounded to nearest even, float64 first to float32. NaN becomes 0x7FFF.
     """
     bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
     rounded = ((bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)).astype(np.uint16)
@@ -78,7 +78,7 @@ class DeviceArray:
         return DeviceArray(self.pointer + start * row, (max(0, stop - start), *self.shape[1:]), self.dtype, self.owner)
 
     def reshape(self, *shape: Any) -> DeviceArray:
-        """Return the same elements in another shape; -1 is replaced by the remaining size."""
+        """Return all elements in another shape, in which -1 is the remaining size. Raise a ValueError if the sizes differ."""
         wanted: Shape = tuple(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else shape
         if wanted.count(-1) == 1 and (known := -math.prod(wanted)):
             wanted = tuple(self.size // known if n == -1 else n for n in wanted)
@@ -87,7 +87,7 @@ class DeviceArray:
         return DeviceArray(self.pointer, wanted, self.dtype, self.owner)
 
     def view(self, dtype: str) -> DeviceArray:
-        """Return the same bytes as a flat array of another dtype, whose item size must divide the number of bytes."""
+        """Return the same bytes as a flat array of another dtype. Raise a ValueError unless they are whole items of it."""
         count, rest = divmod(self.nbytes, item_bytes(dtype))
         if rest:
             raise ValueError(f"Cannot view {self.nbytes} bytes as {dtype}; they must be a multiple of {item_bytes(dtype)} bytes.")
@@ -278,10 +278,7 @@ class Device(Protocol):
         """Return the reason why this device cannot exchange arrays with others directly, as a clause; None if it can."""
 
     def join(self, peers: Peers, stream: DeviceStream) -> DeviceLinks:
-        """Link this device to the devices of `peers`. Work of the links is enqueued on `stream`. Collective over `peers`.
-
-        Waits for all peers.
-        """
+        """Link this device to those of `peers`. The links enqueue their work on `stream`. Collective; waits for all peers."""
 
     def memory_used(self) -> int:
         """Return the number of bytes of the device's memory that are in use."""

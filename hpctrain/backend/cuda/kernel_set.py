@@ -130,7 +130,7 @@ class CudaKernelSet(CapturesWork, PixelInput, KernelSet):
 
 @dataclass(frozen=True)
 class _Graph:
-    """Implements `CapturedWork` by a captured graph, launched on the set's stream."""
+    """Implementation of `CapturedWork` by a captured graph, launched on the set's stream."""
 
     graph: CapturedGraph
     stream: DeviceStream

@@ -133,7 +133,7 @@ WORKSPACE_LIMIT_BYTES = 512 << 20
 
 
 class ConvolutionPlan:
-    """Implements `DeviceConvolution`.
+    """Implementation of `DeviceConvolution`.
 
     Args:
         handle_on: function that returns cuDNN's handle, set to enqueue its work on a stream.
@@ -165,7 +165,7 @@ class ConvolutionPlan:
 
 
 class CudnnPlans:
-    """Makes and caches one plan for each key: the first in the heuristic's list that can be built.
+    """Cache of one plan for each key: the first in the heuristic's list that can be built.
 
     Plans are not timed. On an H100, the fastest of the first three plans did not make ResNet-50's steps faster, and timing took
     10 to 20 s at each start (docs/performance.md). Pass either properties, or a handle with its capability.

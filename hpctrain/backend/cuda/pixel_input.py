@@ -20,7 +20,7 @@ _ALIGNMENT = 16  # alignment of the parts of a batch, in bytes
 
 
 class CudaPixelInput:
-    """Computes inputs from batches of pixels, one batch after another.
+    """Computation of inputs from batches of pixels, one batch after another.
 
     Pinned memory and device memory are allocated for the first batch, and again if a batch is larger than all previous ones.
     """
@@ -34,8 +34,8 @@ class CudaPixelInput:
     def make(self, target: DeviceArray, images: PixelBatch) -> None:
         """Enqueue target := images, which have the same shape.
 
-        Waits for the upload of the batch before the previous one, whose memory is reused. If the memory must grow, waits for all
-        work of the stream instead.
+        The call waits for the upload of the batch before the previous one, whose memory is reused. If the memory must grow, it
+        waits for all work of the stream instead.
 
         Raises:
             BackendError: the images are too large for the kernel.

@@ -49,8 +49,8 @@ class _Pool(CudaOperator):
 class CudaMaxPool(_Pool):
     """Max pooling. The first maximum of a window in row-major order receives the gradient (as in torch).
 
-    Saved: for each output the number of the winning tap, uint8, or uint16 for windows of more than 255 taps. NaN in a window
-    makes the output NaN.
+    Forward saves the number of each output's winning tap, as uint8, or as uint16 for windows of more than 255 taps. NaN in a
+    window makes the output NaN.
     """
 
     def __init__(self, spec: PoolSpec, x: TensorSpec, *, training: bool, runtime: CudaRuntime) -> None:

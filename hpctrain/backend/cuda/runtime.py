@@ -110,7 +110,7 @@ class PinnedBuffer:
         return bits
 
     def upload(self, target: DeviceArray, source: np.ndarray) -> None:
-        """Enqueue target := source, flat arrays, rounded to the target's dtype. Waits only for this memory's latest copy."""
+        """Wait for this memory's latest copy, and enqueue target := source, flat arrays, rounded to the target's dtype."""
         self.event.synchronize()
         bits = self.bits(target)
         np.copyto(bits, bfloat16_bits(source) if target.dtype == "bfloat16" else source, casting="same_kind")
@@ -147,7 +147,7 @@ class Staging:
             self._next().upload(places[low:high], values[low:high])
 
     def download(self, source: DeviceArray) -> np.ndarray:
-        """Return the elements in a new NumPy array, bfloat16 as float32. Waits for the stream."""
+        """Wait for the stream, and return the elements in a new NumPy array, bfloat16 as float32."""
         bits, places = np.empty(source.size, host_dtype(source)), source.reshape(-1)
         waiting: deque[tuple[PinnedBuffer, int, int]] = deque()
         for low, high in self._pieces(source):
@@ -178,7 +178,7 @@ Reading = Callable[[np.ndarray], np.ndarray]
 
 
 class CudaFetch:
-    """Implements `Fetch` for an enqueued copy to pinned memory.
+    """Implementation of `Fetch` for an enqueued copy to pinned memory.
 
     Args:
         buffer: buffer to which the elements of `source` are copied.

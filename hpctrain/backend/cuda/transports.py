@@ -41,7 +41,7 @@ class EventPool:
 
 @dataclass(frozen=True)
 class CudaTransit:
-    """Implements `Transit`.
+    """Implementation of `Transit`.
 
     Attributes:
         begun: event after all kernels enqueued before the operation.
@@ -80,7 +80,7 @@ class _Mirror:
 
 
 class CudaMirrors:
-    """Implements `HostMirrors` on one device. Events are reused by later operations."""
+    """Implementation of `HostMirrors` on one device. Events are reused by later operations."""
 
     def __init__(self, runtime: CudaRuntime) -> None:
         self.pinned_bytes = 0
@@ -151,7 +151,7 @@ class CudaMirrors:
 
 
 class CudaMark:
-    """Implements `WorkMark` by an event, which is returned to the pool once `done` has found its work complete."""
+    """Implementation of `WorkMark` by an event, which is returned to the pool once `done` has found its work complete."""
 
     __slots__ = ("_event", "_pool")
 
@@ -169,7 +169,7 @@ class CudaMark:
 
 
 class CudaMessages:
-    """Implements `DeviceMessages` on one device."""
+    """Implementation of `DeviceMessages` on one device."""
 
     def __init__(self, runtime: CudaRuntime) -> None:
         self.identity = runtime.device.identity

@@ -33,7 +33,7 @@ def flat_blocks(array: np.ndarray) -> list[np.ndarray]:
 
 
 class Relu(InPlace, NumpyOperator):
-    """Rectified linear unit: y = max(x, 0); the gradient at 0 is 0. May be in place; backward reads only the output."""
+    """Rectified linear unit: y = max(x, 0); the gradient at 0 is 0. Backward reads only the output."""
 
     def __init__(self, spec: ReluSpec, x: TensorSpec, *, training: bool) -> None:
         super().__init__(spec, (x,), training=training)
@@ -185,7 +185,7 @@ _BLOCK_ELEMENTS = 1 << 16  # elements of a gradient that are added at a time; th
 
 
 class NumpyStochasticDepth(InPlace, NumpyOperator):
-    """Stochastic depth: y = x * keep / (1 - rate), with `keep` drawn per sample. Saved: the factors keep / (1 - rate), (N, 1)."""
+    """Stochastic depth: y = x * keep / (1 - rate), with `keep` drawn per sample. Forward saves these factors of x, (N, 1)."""
 
     def __init__(self, spec: DropoutSpec, x: TensorSpec, *, training: bool) -> None:
         super().__init__(spec, (x,), training=training)
@@ -253,7 +253,7 @@ def sample_indices(shape: Shape, unsplit_shape: Shape | None, origin: Shape) -> 
 
 
 class NumpyDropout(InPlace, NumpyOperator):
-    """Dropout: y = x * keep / (1 - rate). Saved: the mask `keep`, one byte per element."""
+    """Dropout: y = x * keep / (1 - rate). Forward saves the mask `keep`, one byte per element."""
 
     def __init__(self, spec: DropoutSpec, x: TensorSpec, *, training: bool) -> None:
         super().__init__(spec, (x,), training=training)

@@ -63,7 +63,7 @@ class _Pool(NumpyOperator):
 class NumpyMaxPool(_Pool):
     """Max pooling. The first maximum of a window in row-major order receives the gradient (as in torch).
 
-    Saved: the code R * S - t of the winning tap t of each output. NaN in a window makes the output NaN.
+    For each output, forward saves the code R * S - t of the winning tap t. NaN in a window makes the output NaN.
     """
 
     def __init__(self, spec: PoolSpec, x: TensorSpec, *, training: bool) -> None:

@@ -168,7 +168,7 @@ _ADDED = Formula("*", "x", "a", kept=1.0)
 
 
 class OnednnDescent:
-    """Implements `Descent` in two to five passes over each chunk. Arguments: see `Arithmetic.descent`."""
+    """Implementation of `Descent` in two to five passes over each chunk. Arguments: see `Arithmetic.descent`."""
 
     def __init__(
         self, engine: Engine, threads: int, data: Array, gradient: Array, momentum: Array, factor: float, nesterov: bool
@@ -207,7 +207,7 @@ class OnednnDescent:
 
 
 class OnednnMomentDescent:
-    """Implements `MomentDescent` in four to six passes over each chunk. Arguments: see `Arithmetic.moment_descent`."""
+    """Implementation of `MomentDescent` in four to six passes over each chunk. Arguments: see `Arithmetic.moment_descent`."""
 
     def __init__(
         self, engine: Engine, threads: int, data: Array, gradient: Array, first: Array, second: Array, rule: MomentRule
@@ -273,7 +273,7 @@ class OnednnMomentDescent:
 
 
 class OnednnArithmetic(HostArithmetic):
-    """Implements `Arithmetic` in OpenMP's threads.
+    """Implementation of `Arithmetic` in OpenMP's threads.
 
     oneDNN computes updates and moving averages of float32 arrays. `HostArithmetic` computes everything else: work that it passes
     to `share` in several threads if the arrays are large, the rest in one.

@@ -395,7 +395,7 @@ _ADDING = "backward data, adding"
 def make_conv2d(
     engine: Engine, spec: Conv2dSpec | WithRelu, x: TensorSpec, *, training: bool, input_gradient: bool = True
 ) -> Conv2dOperator:
-    """Return the operator for images of the shape of `x`, in any layout."""
+    """Return the convolution operator for images of the shape of `x`, in the layout that `choose` selects."""
     inner = spec.inner if isinstance(spec, WithRelu) else spec
     assert isinstance(inner, Conv2dSpec)
     relu = isinstance(spec, WithRelu)

@@ -13,7 +13,7 @@ from hpctrain.backend.specs import AddSpec, ReluSpec, TensorSpec, WithRelu
 
 
 class ReluMask:
-    """Gradient of a ReLU with output y: dx = dy where y > 0, otherwise 0. In place if dx and dy are one buffer.
+    """Gradient of a ReLU with output y: dx = dy where y > 0, otherwise 0. It works in place if dx and dy are one buffer.
 
     Args:
         values: format of y, dy and dx.

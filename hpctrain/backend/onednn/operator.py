@@ -98,7 +98,7 @@ def convolution_geometry(window: Window) -> tuple[Any, Any, Any, Any]:
 def adjoint(window: Window) -> Window | None:
     """Return the window of the convolution of dy with the flipped kernel, which computes dx.
 
-    Returns None if there is no such convolution: if a stride exceeds 1, or the padding exceeds the window's extent minus 1.
+    The result is None if there is no such convolution: a stride exceeds 1, or the padding exceeds the window's extent minus 1.
     """
     if window.stride != (1, 1):
         return None

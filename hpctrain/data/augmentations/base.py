@@ -64,7 +64,7 @@ class Augmentation(Checked):
 
     @abstractmethod
     def apply(self, images: np.ndarray, u: np.ndarray, out: np.ndarray) -> None:
-        """Write the augmented images to `out`. u: (N, draws) float64 in [0, 1)."""
+        """Write the augmented images to `out`, from random numbers u (N, draws) float64 in [0, 1)."""
 
     def source(self, size: tuple[int, int], u: np.ndarray | None, region: Box) -> Box:
         """Return the part of an image of `size` (H, W) that is needed for a region of its result.
@@ -89,7 +89,7 @@ class Augmentation(Checked):
         out[...] = result[0][slice(*region[0]), slice(*region[1])]
 
     def require(self, legal: bool, option: str, rule: str) -> None:
-        """Raise unless the value of an option is legal.
+        """Raise an error unless the value of an option is legal.
 
         Raises:
             OptionError: the value is illegal. The message contains the value and `rule`.

@@ -121,7 +121,7 @@ def _npy(path: Path) -> np.ndarray:
 
 
 def _key(file: Path, arrays: Any, key: str | None, usual: Sequence[str], option: str) -> str:
-    """Return the name of an array.
+    """Return `key`, the name of an array, or by default the first of the `usual` names that the file has.
 
     Raises:
         DataError: there is no such array. The message lists the first 20 arrays.

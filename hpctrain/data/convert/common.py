@@ -62,9 +62,8 @@ def named_labels(
         classes: minimum number of classes without names.
 
     Raises:
-        DataError: with names, some are numbers other than their indices, and a label is none of the names or not all names are
-            numbers. Without names, a value between 0 and the largest label has no sample, so the number of classes is unknown,
-            or a label is too large to be a class.
+        DataError: some names are numbers other than their indices, and not all names are numbers or a label is none of them. Or
+            there are no names, and a value from 0 to the largest label has no sample, or the largest label is too large.
     """
     used = np.unique(labels)
     if names is not None:
@@ -92,7 +91,7 @@ def named_labels(
 
 
 def require_memory(count: int, origin: object) -> None:
-    """Raise unless `count` bytes fit into memory. Call it before allocating the size that a file declares.
+    """Raise an error unless `count` bytes fit into memory. Call this before allocating the size that a file declares.
 
     Raises:
         DataError: fewer than `count` bytes are available to this process.

@@ -146,7 +146,7 @@ def _class_directories(search: Search, directory: Path, class_names: Sequence[st
 
 
 def _refuse_splits(directory: Path, directories: Sequence[str]) -> None:
-    """Raise if the directories are the splits of a data set, such as train and test.
+    """Raise a DataError if the directories are the splits of a data set, such as train and test.
 
     A single directory named like a split is accepted if there are other directories, because it may be a class.
     """
@@ -178,7 +178,7 @@ def convert(
 ) -> list[str]:
     """Write the tree as one data file, and return the files that were skipped.
 
-    Continues an interrupted conversion of the same files.
+    An interrupted conversion of the same files is continued.
 
     Args:
         size: (H, W) to which images are resized; None: all must have the size of the first.
@@ -201,7 +201,7 @@ def convert(
         try:
             picture = form.picture(_source(file), label)
             if shape not in (None, picture.pixels.shape):
-                raise DataError(f"It is {picture.pixels.shape}, the first one {shape}; give --size to resize them all.")
+                raise DataError(f"The image is {picture.pixels.shape}, but the first one is {shape}; give --size to resize them.")
             return picture
         except DataError as error:
             _log.warning("%s: %s", escaped(str(file)), error)
@@ -250,7 +250,7 @@ def _identifier(tree: Tree, form: PictureForm, skips: bool) -> str:
 
 
 def _require_all_classes(tree: Tree, unreadable: Sequence[str]) -> None:
-    """Raise if leaving out the `unreadable` files empties a class, unless the user has named the classes."""
+    """Raise a DataError if leaving out the `unreadable` files empties a class, unless the user has named the classes."""
     if tree.named or not unreadable:
         return
     left = Counter(label for _, label in tree.files)

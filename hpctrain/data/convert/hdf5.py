@@ -24,7 +24,7 @@ _MATLAB = "MATLAB_class"  # attribute of the arrays in MATLAB's files of version
 
 @contextmanager
 def opened(path: Path, images: str = "images", labels: str = "labels", layout: Layout | None = None) -> Iterator[ForeignImages]:
-    """Open a file and read its labels.
+    """Yield the images and labels of a file, which stays open during the block.
 
     Args:
         images: name of the dataset of images, such as group/x.
@@ -66,7 +66,7 @@ def _dataset(path: Path, file: h5py.File, key: str, option: str) -> h5py.Dataset
 
 
 def _check_memory(path: Path, images: h5py.Dataset) -> None:
-    """Raise unless an image and a chunk of a dataset of images fit into memory.
+    """Raise an error unless an image and a chunk of a dataset of images fit into memory.
 
     Raises:
         DataError: an image or a chunk is too large.

@@ -38,7 +38,7 @@ def read_bytes(path: Path) -> bytes:
 def unpack(file: BinaryIO, name: str) -> bytes:
     """Return the content of an IDX file, decompressed if it begins with gzip's signature.
 
-    Reads the header first, and then at most a few bytes more than it declares.
+    The header is read first, then at most a few bytes more than it declares.
 
     Raises:
         DataError: the content is not IDX, of another type, truncated, too long, too large for memory, or a damaged gzip stream.

@@ -178,9 +178,8 @@ def stages(
     """Return the consecutive stages of one operation; an empty tuple if there is only one rank or nothing to send.
 
     Args:
-        n_bytes: bytes of the whole buffer, as comm/link.py counts: the bytes that every rank sends in a reduction, the gathered
-            bytes, and in an all-to-all of all ranks the largest buffer including the rank's own piece. With `peers`: bytes to
-            other ranks.
+        n_bytes: bytes of the whole buffer: the one that each rank sends in a reduction, the gathered one, or the largest one of a
+            rank, with its own piece, in an all-to-all. With `peers`: bytes that a rank sends to other ranks.
         placement: placement of the group's ranks. The ranks of a node are neighbours, unless `levels` defines another order.
         levels: levels of the group's streams; None: one level.
         peers: number of ranks with which a rank exchanges in an all-to-all, nearest ranks first; None: all ranks.
@@ -211,7 +210,7 @@ def within_nodes(placement: GroupPlacement, per_node: int) -> GroupPlacement:
 
 
 def across_nodes(placement: GroupPlacement, nodes: int, per_node: int) -> GroupPlacement:
-    """Return the placement of the ranks with the same local number on all nodes, while all `per_node` numbers communicate."""
+    """Return the placement of the ranks with one local number on all nodes; all `per_node` local numbers communicate at once."""
     return GroupPlacement(nodes, nodes, 1, placement.alike * per_node)
 
 

@@ -30,7 +30,7 @@ class OperatorClass(StrEnum):
     MEMORY_BFLOAT16 = "memory_bfloat16"
 
     def of_dtype(self, dtype: str) -> OperatorClass:
-        """Return the class of the same operators between activations of a dtype."""
+        """Return the class of the same operators for activations of a dtype."""
         plain = self.value.partition("_")[0]
         return OperatorClass(f"{plain}_bfloat16" if dtype == "bfloat16" else plain)
 
@@ -62,7 +62,7 @@ class OperatorRate:
 
 
 def slowest_rate(rates: Sequence[OperatorRate], factor: float = 1.0) -> OperatorRate:
-    """Return the lowest speeds and the longest call of several rates, of ranks that compute `factor` times as fast.
+    """Return one rate with the lowest speeds and the longest call of several rates, for ranks `factor` times as fast.
 
     A speed is None if one of the rates lacks it.
     """
@@ -145,13 +145,13 @@ class Link:
 
 @dataclass(frozen=True)
 class Machine:
-    """Machine: nodes with equal numbers of ranks, links and rates.
+    """Nodes with equal numbers of ranks, their links and their rates.
 
     Attributes:
         sources: source of each number by dotted key ("between.segments"): "measured" with date and processor, or the origin of
             the number.
-        origin: machine of the file, from which this one with other ranks per node was derived, with the same sources and
-            `single_thread_rates`; None if this one is of the file.
+        origin: the machine as its file describes it, if this one was derived from it for another number of ranks per node; it has
+            the same sources and `single_thread_rates`. None: this is the machine of the file.
     """
 
     name: str
@@ -268,7 +268,7 @@ class Machine:
     def with_threads(self, threads: int | None) -> Machine:
         """Return the machine whose ranks have this number of threads, or itself if their effect is unknown.
 
-        A node has as many ranks as before, or as many as its cores suffice for.
+        A node keeps its number of ranks if its cores suffice, and otherwise has as many as they suffice for.
 
         Args:
             threads: number of threads of a rank; None: as before.

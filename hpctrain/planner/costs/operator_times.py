@@ -123,7 +123,7 @@ _DIMS = 3
 
 @dataclass(frozen=True)
 class Setting:
-    """Setting in which times are valid.
+    """Machine and software for which measured times are valid.
 
     Attributes:
         processor: model and instruction sets.

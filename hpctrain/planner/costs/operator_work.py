@@ -158,7 +158,7 @@ class OperatorWork:
 
     Attributes:
         flops: number of floating-point operations; a multiply-add counts as two.
-        bytes: bytes read and written, with those of the following attributes.
+        bytes: bytes read and written, including those of the following attributes.
         weight_bytes: bytes of weights, or of their gradients, that a convolution or linear layer reads or writes. If the kernel
             uses a copy in another format, these are the bytes that copying reads and writes.
         transposed_bytes: bytes that copying reads and writes for the kernel of an input's gradient, which transposes weights.

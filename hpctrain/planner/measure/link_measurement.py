@@ -319,7 +319,7 @@ def _uncovered_seconds(n_bytes: int, seconds: float, rate: float, burst_bytes: i
 
 
 def _between_polls(point: MessagePoint) -> tuple[int | None, int]:
-    """Return (bytes that move between two polls; None: all bytes, number of polls before the first byte moves)."""
+    """Return the bytes that move between two polls (None: all bytes), and the number of polls before the first byte moves."""
     if not point.polls:
         return None, 0
     explained = point.seconds / point.gap_seconds if point.gap_seconds else 0.0

@@ -192,7 +192,7 @@ _PATIENCE_SECONDS = 600.0  # maximum wait for other processes, which may have fa
 
 @dataclass(frozen=True)
 class _Work:
-    """Inputs of each measuring process; the object can be pickled."""
+    """Picklable inputs of each measuring process."""
 
     task: SearchTask
     candidates: tuple[Candidate, ...]

@@ -45,9 +45,9 @@ class StepFacts:
     """Inputs of a rank's tasks in addition to its execution plans.
 
     Attributes:
-        groups: key of the averaging, by parameter.
+        groups: key of the strategy that averages each parameter (`group_keys`).
         sizes: number of elements that the rank holds, by parameter.
-        exchanging: weight of the layer, by parameter of a layer that exchanges inputs and errors.
+        exchanging: name of the layer's weight, by parameter of a layer that exchanges inputs and errors.
         merging: number of ranks that merge batch statistics, by name of the group.
         accumulated: parameters whose gradients are added to those of earlier steps.
     """
@@ -246,7 +246,7 @@ class _PassTasks:
     # -- pieces ----------------------------------------------------------------------------------------------------------------
 
     def _merge(self, step: PlannedStep, purpose: str, counts: int) -> Merge | None:
-        """Return the merge of two values per channel, and `counts` more, of a synchronised batch norm; None if it is alone."""
+        """Return the merge of two values per channel and `counts` more of a synchronised batch norm; None without other ranks."""
         spec = None if step.node is None else step.operator.spec
         if not isinstance(spec, BatchNormSpec) or not spec.synchronised or self._facts.merging[spec.merge] == 1:
             return None

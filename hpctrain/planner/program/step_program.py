@@ -66,7 +66,7 @@ class AlikeRanks:
         split_rank: r of the first rank.
         micro_batches: graph of each micro-batch or shard of a step.
         additions: number of additions per element of gradients after each graph.
-        groups: key of the averaging, by parameter group.
+        groups: key of the strategy of each parameter group (`group_keys`).
     """
 
     first: int
@@ -193,7 +193,7 @@ def rank_memory(
     Args:
         graphs: graph of each micro-batch or shard; those of different passes share one arena.
         sizes: number of elements of each parameter that the rank holds.
-        rank: the rank, whose place among the shards determines how many of its sums wait.
+        rank: number of the rank, whose place among the shards determines how many of its sums wait.
     """
     arenas = [training_plan(local, job.kernels).arena_bytes for local in graphs]
     sums = int(len(graphs) > 1)
@@ -252,7 +252,7 @@ def times_of(tasks: Sequence[Task], group: str, layout: GroupLayout) -> Times:
     """Return the seconds of computation from the beginning of a step to each event, without waits, as `StepClock` measures them.
 
     Args:
-        group: key of the averaging.
+        group: key of the group's strategy (`group_keys`).
         layout: parameters of the group; parameters that are not announced are ready when backward ends.
     """
     now = 0.0

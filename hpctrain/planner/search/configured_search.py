@@ -74,7 +74,7 @@ def configured_threads(config: Config) -> int | None:
 
 @dataclass(frozen=True)
 class SearchTask:
-    """Inputs of a search for a configuration; `image` and `classes` as in `prepare`.
+    """Inputs of a search for a configuration. `image` and `classes` are those of `prepare`.
 
     Attributes:
         machine: the machine, not scaled.
@@ -157,8 +157,7 @@ def run_search(task: SearchTask) -> PlannedSearch:
     """Search for the best grid, plan and averager of a task, on ranks with the configured number of threads.
 
     Raises:
-        ConfigError: no grid has work for each rank, the job fits in memory with no plan, or the threads exceed the cores of a
-            node.
+        ConfigError: no grid has work for each rank, no plan fits in memory, or the threads exceed the cores of a node.
     """
     task = replace(task, machine=task.machine.with_threads(configured_threads(task.config)))
     planned = on_any_grid(task)
@@ -365,7 +364,7 @@ class SimulatedPoint:
 
 @dataclass(frozen=True)
 class SimulatedStudy:
-    """Jobs of a scaling study; `image` and `classes` as in `prepare`.
+    """Jobs of a scaling study. `image` and `classes` are those of `prepare`.
 
     Attributes:
         configs: configuration of each averager, by label.

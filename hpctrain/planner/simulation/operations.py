@@ -207,7 +207,7 @@ class _Pricing:
 
 @dataclass(frozen=True)
 class SimulatedGroup:
-    """Communicator of one process.
+    """Communicator of a simulated process.
 
     Attributes:
         key: identity of the communicator.

@@ -170,8 +170,8 @@ class SimulationOptions:
 
     Attributes:
         progress: mode of progress of messages while kernels run.
-        steps: number of simulated steps; only the last one counts, when all pipelines are full.
-        slow: factor by which the computation of a rank takes longer, by world rank. It splits classes of ranks.
+        steps: number of simulated steps. Only the last one counts, because earlier ones overlap less with their predecessors.
+        slow: factor by which the computation of a rank takes longer, by world rank. If set, each rank is simulated.
     """
 
     progress: ProgressMode = ProgressMode.TEST

@@ -481,7 +481,7 @@ def test_images_of_several_sizes_need_a_size(tmp_path, caplog):
     path = pack(tmp_path / "a.npz", images, [0, 1, 0])
     with pytest.raises(DataError, match=r"1 image \(image 2 of .*a\.npz\) cannot be decoded"):
         convert_npz(path, tmp_path / "out.h5")
-    assert "It is (8, 8, 3), the first one (7, 9, 3); give --size to resize them all." in caplog.text
+    assert "The image is (8, 8, 3), but the first one is (7, 9, 3); give --size to resize them." in caplog.text
     assert not (tmp_path / "out.h5").exists()
     convert_npz(path, tmp_path / "out.h5", size=(5, 4), channels=1)
     assert ImageFile.open(tmp_path / "out.h5").images.shape == (3, 5, 4, 1)
