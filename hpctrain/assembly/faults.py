@@ -278,7 +278,7 @@ def _make_item(kind: str, item: Named) -> None:
 
 
 def _probe(recipe: Recipe) -> None:
-    """Make the averaging strategy for no parameters on one rank: its faults depend on neither."""
+    """Make the averaging strategy for no parameters on one rank, because its faults depend on neither."""
     config = recipe.config
     optimizer: Optimizer = Sgd()
     with suppress(HpctrainError):  # reported as a fault of the optimiser

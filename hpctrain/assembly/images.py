@@ -144,7 +144,7 @@ class Images:
         return (self.shape,) if self.sizes is None else self.sizes.shapes(self.pipeline, self.file.shape, epochs)
 
     def facts(self, epochs: int) -> ImageFacts:
-        """Return the facts about these training images; raises as `shapes`."""
+        """Return the facts about these training images. Errors are those of `shapes`."""
         return ImageFacts(self.shapes(epochs), len(self.file.class_names), len(self))
 
 
@@ -370,11 +370,11 @@ def data_line(config: Config, images: int, held_out: int) -> str:
 
 
 def check_files(config: Config) -> tuple[Recipe, Images] | None:
-    """Raise unless existing data files, the network and the file of initial weights fit each other. Reads headers only.
+    """Raise unless existing data files, the network and the file of initial weights fit each other. Only headers are read.
 
-    Return the recipe for the training images, with one column if grid.cols is null, and these images, with notes on all sets and
-    on the weights; None if their file is missing or faulty. Other missing or faulty data files, a missing file of weights, and
-    the tensors of a PyTorch file, which has no header, are not checked.
+    The result is the recipe for the training images, with one column if grid.cols is null, and these images, with notes on all
+    sets and on the weights. It is None if the training file is missing or faulty. Other missing or faulty data files, a missing
+    file of weights, and the tensors of a PyTorch file, which has no header, are not checked.
 
     Raises:
         HpctrainError: evaluation images, a layer or a tensor does not fit; the message is that of a training.

@@ -1,4 +1,4 @@
-"""The recipe of a job: model, plan, optimiser, averaging strategy and schedule, from what is known of configuration and images.
+"""The recipe of a job: its model, plan, optimiser, averaging strategy and schedule, made from the configuration.
 
 A recipe is used in three stages: with the configuration alone, where images have the model's default shape; with the facts of
 images; and with the grid and the backend of a run. Its attributes are computed when they are first read, and can raise errors of
@@ -31,14 +31,14 @@ from hpctrain.training.passes import ranks_fault, split_fault
 
 @dataclass(frozen=True)
 class ImageFacts:
-    """What a model needs to know of its images, from the headers of files, a checkpoint or the command line.
+    """Facts about its images that a model needs, from the headers of files, a checkpoint or the command line.
 
     Attributes:
         shapes: shapes (H, W, C) of the network's input, the largest first.
         classes: number of classes; None: the model decides it.
         samples: number of samples of an epoch; 0 if it is unknown.
         class_weights: weight of each class in the loss of training steps; empty: all are 1.
-        assumption: sentence with what is assumed instead of facts, if the data do not exist yet; otherwise empty.
+        assumption: sentence that states what is assumed if the data do not exist yet; otherwise empty.
     """
 
     shapes: tuple[ImageShape, ...]
@@ -50,7 +50,7 @@ class ImageFacts:
 
 @dataclass(frozen=True)
 class Given:
-    """What a program has made itself, instead of naming it.
+    """Objects that a program has made itself, instead of naming them in the configuration.
 
     Attributes:
         optimizer: function that returns an optimiser that is not bound to parameters yet.
@@ -62,7 +62,7 @@ class Given:
 
 @dataclass(frozen=True, eq=False)
 class Recipe:
-    """Configuration, and as much as is known of images, grid and backend.
+    """Configuration with the known facts about images, grid and backend.
 
     Attributes:
         facts: facts about the images; None: the model's default images.
@@ -96,7 +96,7 @@ class Recipe:
 
     @cached_property
     def model(self) -> Layer:
-        """The model, which a name or an option may fail to describe (ConfigError, OptionError)."""
+        """The model. Reading it raises a ConfigError if its name or an option is wrong."""
         if self.given is not None:
             return self.given.model
         return catalogue.build(self.config.model.name, self.model_options)
@@ -112,17 +112,17 @@ class Recipe:
 
     @cached_property
     def lowering(self) -> Lowering:
-        """Graphs of the model, with frozen layers. A pattern of frozen layers may match nothing (ConfigError)."""
+        """Graphs of the model, with frozen layers. Reading it raises a ConfigError if a pattern of these matches no layer."""
         return Lowering(self.model, self.config.init.freeze, "float32" if self.backend is None else self.backend.dtype)
 
     @property
     def graph(self) -> Graph:
-        """The model, lowered for one image of the largest shape, which it may not support (ShapeError)."""
+        """Graph of the model for one image of the largest shape. Reading it raises a ShapeError if the model lacks support."""
         return self.lowering.graph(1, self.image_shape)
 
     @cached_property
     def plan(self) -> ParallelPlan:
-        """Parallelism of each layer on the grid. The product of the tiles may not be `grid.rows` (ConfigError)."""
+        """Parallelism of each layer. Reading it raises a ConfigError if the product of the tiles is not `grid.rows`."""
         assert self.grid is not None, "a recipe without a grid has no plan"
         use = {pattern: Parallelism(use) for pattern, use in self.config.plan.patterns.items()}
         rows, cols = self.grid
@@ -130,7 +130,7 @@ class Recipe:
 
     @property
     def checked_plan(self) -> ParallelPlan:
-        """The plan, whose patterns must match layers of the model (ConfigError). On one row, no layer is split."""
+        """The plan; on one row, no layer is split. Reading it raises a ConfigError if a pattern matches no layer of the model."""
         self.plan.check([node.name for node in self.graph.nodes])
         return self.plan if self.plan.rows > 1 else ParallelPlan(1, self.plan.cols)
 

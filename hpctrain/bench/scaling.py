@@ -176,7 +176,7 @@ def _job(task: ScalingStudy, ranks: int, arguments: Sequence[str], result: str) 
 def _launcher(task: ScalingStudy, ranks: int) -> list[str]:
     if task.launcher is not None:
         if "{ranks}" not in task.launcher:
-            raise LaunchError(f'The launcher {task.launcher!r} must contain the number of ranks, as in "srun -n {{ranks}}".')
+            raise LaunchError(f'--launcher is {task.launcher!r}, but must contain {{ranks}}, as in "srun -n {{ranks}}".')
         return shlex.split(task.launcher.replace("{ranks}", str(ranks)))
     own_mpiexec = Path(sys.executable).with_name("mpiexec")
     mpiexec = str(own_mpiexec) if own_mpiexec.exists() else shutil.which("mpiexec")

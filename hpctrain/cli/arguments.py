@@ -1,4 +1,4 @@
-"""Groups and arguments of commands: paths, overrides and completion. Imports nothing heavy at the top."""
+"""Groups and arguments of commands: paths, overrides and completion. This module imports nothing heavy at the top."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _Command = TypeVar("_Command", bound=Callable[..., Any])
 
 
 class FilePath(click.Path):
-    """Path whose `~` and `$VARIABLE` are expanded, as in configurations: shells do not expand the `~` in --out=~/x."""
+    """Path whose `~` and `$VARIABLE` are expanded, as in configurations, because shells do not expand the `~` in --out=~/x."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         if isinstance(value, str):

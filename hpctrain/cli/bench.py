@@ -91,8 +91,8 @@ def scaling(
 ) -> None:
     """Compare the step times of several numbers of ranks.
 
-    Prints efficiency, exposed communication and a lower limit of the step time for each number of ranks. The training runs twice
-    on each number of ranks: normally, and with --compute-only. OVERRIDES such as averager=sharded override keys of the file.
+    The command prints efficiency, exposed communication and a lower limit of the step time for each number of ranks. The training
+    runs twice on each number of ranks, once with --compute-only. OVERRIDES such as averager=sharded override keys of the file.
     """
     from hpctrain.bench import scaling as study
 
@@ -135,8 +135,8 @@ class ThreadCounts(RankCounts):
 def data(file: Path, overrides: tuple[str, ...], threads: tuple[int, ...] | None, no_step: bool, as_json: bool) -> None:
     """Time the stages of data loading, from the file to the batch.
 
-    Prints the images per second of each stage for several numbers of threads, and the stage that limits FILE's training with
-    OVERRIDES. Runs in one process, without MPI.
+    The command prints the images per second of each stage for several numbers of threads, and the stage that limits FILE's
+    training with OVERRIDES. It runs in one process, without MPI.
     """
     from hpctrain.launch.launcher import detect
     from hpctrain.launch.threads import set_threads
@@ -221,7 +221,7 @@ def engine(
 ) -> None:
     """Time the training steps of a model.
 
-    Times whole steps and each operator in one process, on synthetic images. Needs neither MPI nor data files.
+    The command times whole steps and each operator in one process, on synthetic images. It needs neither MPI nor data files.
     """
     from hpctrain.launch.launcher import detect
     from hpctrain.launch.threads import set_threads

@@ -118,11 +118,11 @@ def show(path: Path, as_json: bool) -> None:
 def prune(path: Path, keep: int, drop_best: bool) -> None:
     """Delete old checkpoints of a run.
 
-    Keeps the most recently written checkpoints, regardless of their steps, and the checkpoint with the best evaluation.
-    Checkpoints that a resume has set aside are counted separately, and the same number of them is kept. Unfinished checkpoints of
-    killed runs are deleted if nothing was written to them for an hour. A run that another job writes to is refused. PATH is a run
-    directory or its directory of checkpoints. In any other directory, only files whose metadata identify them as checkpoints of a
-    run are deleted.
+    The command keeps the most recently written checkpoints, regardless of their steps, and the checkpoint with the best
+    evaluation. Checkpoints that a resume has set aside are counted separately, and the same number of them is kept. Unfinished
+    checkpoints of killed runs are deleted if nothing was written to them for an hour. Checkpoints of a run that another job
+    writes to are not deleted. PATH is a run directory or its directory of checkpoints. In any other directory, only files whose
+    metadata identify them as checkpoints of a run are deleted.
     """
     from hpctrain.runs import directory as best_record
     from hpctrain.runs.owner import owned

@@ -30,8 +30,8 @@ def config() -> None:
 def show(file: Path, overrides: tuple[str, ...]) -> None:
     """Print a configuration with all defaults.
 
-    Prints FILE with OVERRIDES such as optimizer.lr=0.2 and the defaults of all keys and options, as YAML: a configuration that
-    starts the same run. Options of the model that follow from the data, such as the number of classes, are left out.
+    The output is FILE with OVERRIDES such as optimizer.lr=0.2 and the defaults of all keys and options, as YAML. This
+    configuration starts the same run. It lacks options of the model that follow from the data, such as the number of classes.
     """
     from hpctrain.assembly.faults import load_checked
     from hpctrain.assembly.options import filled
@@ -46,11 +46,11 @@ def show(file: Path, overrides: tuple[str, ...]) -> None:
 def check(file: Path, overrides: tuple[str, ...]) -> None:
     """Check a configuration without running it.
 
-    Checks the keys, types, ranges, names and options of FILE with OVERRIDES such as optimizer.lr=0.2. Each fault is one line on
-    standard error; the exit code is then 2. If the training file exists, the command prints the number of training images and
-    the steps per epoch, builds the network for the sizes of the images, and checks that the other data files and the tensors of
-    init.weights fit. It prints what it has not checked. If the configuration needs a GPU, or a processor that multiplies
-    bfloat16, and this machine lacks it, the command only warns: the training may run on another machine.
+    The command checks the keys, types, ranges, names and options of FILE with OVERRIDES such as optimizer.lr=0.2. Each fault is
+    one line on standard error; the exit code is then 2. If the training file exists, the command prints the number of training
+    images and the steps per epoch, builds the network for the sizes of the images, and checks that the other data files and the
+    tensors of init.weights fit. It prints what it has not checked. If the configuration needs a GPU, or a processor that
+    multiplies bfloat16, and this machine lacks it, the command only warns: the training may run on another machine.
     """
     from hpctrain.assembly.faults import load_checked
     from hpctrain.assembly.images import check_files, check_single_values, data_line

@@ -1,4 +1,4 @@
-"""`hpctrain plan`: describe a configuration on a grid of ranks without running it. Needs no MPI, and only the header of the data.
+"""`hpctrain plan`: describe a configuration on a grid of ranks without running it. It reads only the header of the data.
 
 `search` finds the fastest grid, plan and averager on a machine by simulation. `simulate` shows how a training scales on a
 machine, from one simulated step for each number of ranks.
@@ -139,10 +139,10 @@ def search(
 ) -> None:
     """Find the fastest way to run a training.
 
-    Searches for the grid, the use of each layer (batch, model or domain), the averager and the number of micro-batches that
-    minimise the step time of FILE's training with OVERRIDES. The training runs on the given number of ranks of a machine and must
-    fit its memory. The best few choices are simulated. If the file of the machine has single_thread_rates, the search also
-    compares numbers of ranks per node, and of threads per rank, on the same nodes and cores.
+    The command searches for the grid, the use of each layer (batch, model or domain), the averager and the number of
+    micro-batches that minimise the step time of FILE's training with OVERRIDES. The training runs on the given number of ranks of
+    a machine and must fit its memory. The best few choices are simulated. If the file of the machine has single_thread_rates, the
+    search also compares numbers of ranks per node, and of threads per rank, on the same nodes and cores.
     """
     if write is not None and write.exists() and file.exists() and write.samefile(file):
         raise ConfigError(f"--write {write} would overwrite the configuration and lose its comments; give another file name.")
@@ -247,8 +247,8 @@ def simulate(
 ) -> None:
     """Simulate how a training scales on a machine.
 
-    Simulates a step of FILE's training with OVERRIDES for each number of ranks, and prints its time, exposed communication,
-    efficiency and memory. Neither the machine nor the data is needed.
+    The command simulates a step of FILE's training with OVERRIDES for each number of ranks, and prints its time, exposed
+    communication, efficiency and memory. Neither the machine nor the data is needed.
     """
     configs = _configs(file, overrides, averagers)
     from hpctrain.comm.progress import ProgressMode
@@ -355,8 +355,8 @@ def show(
 ) -> None:
     """Show what each rank owns, sends and stores, layer by layer.
 
-    Prints owners, halos, bytes sent and memory of each layer of FILE's model, then the averaging of gradients and the map of
-    ranks. OVERRIDES such as grid.rows=2 override keys of the file.
+    The command prints owners, halos, bytes sent and memory of each layer of FILE's model, then the averaging of gradients and the
+    map of ranks. OVERRIDES such as grid.rows=2 override keys of the file.
     """
     task = _task(file, overrides, ranks, image, classes, machine)
     from hpctrain.cli import plan_tables
@@ -379,9 +379,9 @@ def show(
 def schedule(alpha_seconds: float, beta_seconds_per_byte: float, ranks_per_node: int | None, as_json: bool, **job: Any) -> None:
     """Show the averager's schedule for the first steps.
 
-    Prints slices, owners, order, window and hash for each group of parameters.
+    The command prints slices, owners, order, window and hash for each group of parameters.
 
-    A run measures alpha and beta, and reorders some operations by measured times; its directory contains the final schedule. The
+    A run measures alpha and beta, and reorders some operations by measured times. Its directory contains the final schedule. The
     sizes of slices do not depend on measurements.
     """
     task = _task(**job)

@@ -262,7 +262,7 @@ def _drop_removed(data: Any, source: Source, *, stored: bool) -> None:
     """
     if isinstance(data, dict) and data.get("progress") in (("auto", "posting") if stored else ("auto",)):
         del data["progress"]
-    if stored and isinstance(data, dict) and isinstance(averager := data.get("averager"), dict):  # its wires
+    if stored and isinstance(data, dict) and isinstance(averager := data.get("averager"), dict):  # old wires
         averager |= {key: "bfloat16" for key, value in averager.items() if value == "float16"}
     changed = _changed(data)
     if changed and not stored:

@@ -196,7 +196,7 @@ def or_shorthand(alternative: dict[str, Any]) -> Callable[[dict[str, Any]], None
 class Section(BaseModel):
     """Mapping of known keys.
 
-    A section that may also be another value has words for it in `alone`, for messages.
+    If a section may also be another value, `alone` describes that value in messages.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")

@@ -125,7 +125,7 @@ def rule_of(item: Mapping[str, Any]) -> str:
 
 
 def section_at(schema: type[BaseModel], path: KeyPath) -> type[BaseModel] | None:
-    """Return the section of a schema at a path; None if there is no section. Items of lists and mappings are of one type."""
+    """Return the section of a schema at a path; None if there is no section. All items of a list or mapping have one type."""
     kind: Any = schema
     for part in path:
         if isinstance(kind, type) and issubclass(kind, BaseModel):
@@ -140,7 +140,7 @@ def section_at(schema: type[BaseModel], path: KeyPath) -> type[BaseModel] | None
 
 
 def sibling(schema: type[BaseModel], path: KeyPath) -> KeyPath | None:
-    """Return the similar key that an unknown key of a section means; None if no key is similar."""
+    """Return the key of a section that is similar to its unknown key `path`; None if no key is similar."""
     section = section_at(schema, path[:-1])
     near = None if section is None else nearest(str(path[-1]), section.model_fields)
     return None if near is None else (*path[:-1], near)

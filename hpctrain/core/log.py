@@ -60,7 +60,7 @@ class RankLog(logging.Handler):
         self._wake.set()
 
     def keep_in(self, path: Path) -> None:
-        """Append lines to this file, beginning with the buffered ones. Creates the directory of the file."""
+        """Append lines to this file, beginning with the buffered ones, and create its directory if it is missing."""
         self._path = path
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="hpctrain-log", daemon=True)
@@ -75,7 +75,7 @@ class RankLog(logging.Handler):
                 time.sleep(_LOOK_SECONDS)
 
     def close(self) -> None:
-        """Write the buffered lines, wait for the thread to end, and log the number of lost lines. May be called twice."""
+        """Write the buffered lines, wait for the thread to end, and log the number of lost lines. A second call is harmless."""
         if not self._closed:
             self.flush()
             self._closed = True
@@ -146,7 +146,7 @@ def end_rank_log() -> None:
 
 
 def tee(text: str, level: int = logging.ERROR, *, last: bool = False) -> None:
-    """Also write text that was printed without the log to this process's log file, if it has one. May be called from any thread.
+    """Also write text that was printed without the log to this process's log file, if it has one. Any thread may call it.
 
     Args:
         last: whether the process is about to end; if so, wait for the disk, for at most a second.

@@ -407,7 +407,7 @@ def native(value: Any) -> Any:
 
 
 def unknown(kind: str, name: str, names: Iterable[str]) -> ConfigError:
-    """Return the error for a name that is not in `names`: a file without a name in it, a key of the configuration, or a typo."""
+    """Return the error for a name that is not in `names`. It says whether a file of code, a key or a similar name is meant."""
     if name.endswith(".py"):
         return ConfigError(user_code.unnamed(name))
     keys = [key for key, words in SYNONYMS.items() if "." in key and name.lower().replace("-", "_") in words]

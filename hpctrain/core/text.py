@@ -26,7 +26,7 @@ _MOST_OF_A_SENTENCE = 4000
 def forbidden(text: str) -> str | None:
     """Return the first character that may end a line, move a cursor or reverse text, such as "U+202E at position 3".
 
-    Returns None if there is no such character. Positions count from 0.
+    The result is None if there is no such character. Positions count from 0.
     """
     if text.isprintable():
         return None
@@ -212,7 +212,7 @@ def place(rank: int | None, size: int | None = None) -> str:
 
 
 def beginning_with(beginning: str, text: str) -> str:
-    """Return a text with `beginning` before each line and a newline at its end. Escape control characters."""
+    """Return a text with escaped control characters, with `beginning` before each line and a newline at the end."""
     return "".join(f"{beginning}{escaped(line, keep=_TAB)}\n" for line in text.splitlines())
 
 
@@ -337,13 +337,13 @@ def synonyms(name: str) -> list[str]:
 def nearest(name: str, names: Iterable[str], cutoff: float = _CUTOFF) -> str | None:
     """Return the nearest of `names`; None if no name is similar.
 
-    It is the most similar name if that is very similar, else the name that a usual word means, else the most similar one.
+    A very similar name comes first, then a name that this word of the field means (see `synonyms`), then the most similar one.
 
     The case of letters is ignored. Among equally similar names, the one with the longest common beginning is returned, then the
     first in alphabetical order.
 
     Args:
-        cutoff: minimum similarity, from 0 to 1, of a name that no usual word means.
+        cutoff: minimum similarity, from 0 to 1, unless the word of the field means the name.
     """
     if len(name) > _MOST_COMPARED:  # no name is similar, and the comparison would be slow
         return None

@@ -84,7 +84,7 @@ def folder_with(path: Path) -> Path | None:
 
 
 def load(reference: str) -> Any:
-    """Return the object of a reference. Imports its module once per process.
+    """Return the object of a reference, whose module is imported once per process.
 
     Raises:
         ConfigError: the module, file or name does not exist, or importing the module raised an error.
@@ -116,8 +116,8 @@ def digests() -> dict[str, str]:
 def modules() -> dict[str, str]:
     """Return the crc32 of the source file of each module of the user that this process has loaded, by module name.
 
-    Excludes Python's own modules, installed packages, hpctrain and its test instruments. Also excludes files of references, whose
-    modules have no names of their own; see `digests`.
+    The result has neither Python's own modules, installed packages, hpctrain and its test instruments, nor files of references,
+    whose modules have no names of their own; see `digests`.
     """
     of_python = (sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib"))
     places = {*of_python, *site.getsitepackages(), site.getusersitepackages(), str(_PACKAGE)}
@@ -132,7 +132,7 @@ def modules() -> dict[str, str]:
 
 
 def offers(group: str) -> tuple[Offer, ...]:
-    """Return the offers of installed packages in a group of entry points, sorted by name. Imports none of the packages."""
+    """Return the offers of installed packages in a group of entry points, sorted by name. The packages are not imported."""
     return tuple(
         dict.fromkeys(
             Offer(point.name, point.value, "" if point.dist is None else f"{point.dist.name} {point.dist.version}")
@@ -151,7 +151,7 @@ def _entry_points(path: tuple[str, ...]) -> EntryPoints:
 
 
 def unnamed(file: str) -> str:
-    """Return the error message for a file of code without the name of an object in it. Does not import the file."""
+    """Return the error message for a file of code without the name of an object in it. The file is not imported."""
     path = _existing(file)
     if path is None:
         return f"There is no file {file} in {_places()}{_nearest_file(file)}; write it as path/to/file.py:NAME."
@@ -245,8 +245,8 @@ def fault(error: Exception, subject: str = "") -> ConfigError | None:
     The first line of the message is a sentence with the kind of the exception, its message, and the line of user code. The
     following lines begin with blanks and are the frames of user code, as in a traceback.
 
-    Also returns None if no reference to user code has been loaded, or if a frame is of the program that runs (a user's script),
-    because its traceback is more useful.
+    The result is also None if no reference to user code has been loaded, or if a frame is of the program that runs (a user's
+    script), because its traceback is more useful.
 
     Args:
         subject: subject of the sentence; "": the file of the code.
@@ -266,7 +266,7 @@ def fault(error: Exception, subject: str = "") -> ConfigError | None:
 
 
 def raises_itself(error: BaseException) -> bool:
-    """Return whether a `raise` statement of user code raised an error. Also true if no frame is of user code."""
+    """Return whether a `raise` statement of user code raised an error, or no frame is of user code."""
     frames = traceback.extract_tb(error.__traceback__)
     if not any(_is_of_user(frame.filename) for frame in frames):
         return True

@@ -53,8 +53,8 @@ class Source:
 class _YamlLoader(yaml.SafeLoader):
     """Loader with the plain scalars of YAML 1.2, except that only decimal numbers are numbers.
 
-    010 (8 in YAML 1.1), 0x10, 1_000, 1:30 (90), yes, off and 2026-01-31 are strings. Keys for numbers reject the first four.
-    Values written by `yaml.safe_dump` survive the round trip.
+    010 (8 in YAML 1.1), 0x10, 1_000, 1:30 (90), yes, off and 2026-01-31 are strings. Keys whose values are numbers reject the
+    first four. Values written by `yaml.safe_dump` survive the round trip.
     """
 
     yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012  PyYAML declares it so

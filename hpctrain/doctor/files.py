@@ -181,7 +181,7 @@ def gather_scratch(place: OwnPlace) -> list[ScratchFacts] | None:
 
 
 def look(directory: Path, variable: str) -> ScratchFacts:
-    """Write a few bytes to a directory, and return its free space."""
+    """Write a few bytes to a directory, and return the outcome with its free space."""
     path = probe_path(directory, "scratch")
     try:
         status = os.statvfs(directory)

@@ -196,7 +196,7 @@ def explained(place: OwnPlace, end: RankEnd) -> tuple[DoctorFinding, Callable[[]
 
 
 class RankNotes:
-    """Sends notes on this rank's progress, with its facts so far, to its parent process.
+    """Sender of notes on this rank's progress, with its facts so far, to its parent process.
 
     Attributes:
         library: MPI library; "" before MPI has started.

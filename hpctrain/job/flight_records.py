@@ -59,9 +59,9 @@ def keep(session: Session, directory: RunDirectory, reporter: Reporter) -> None:
     if flight is not None and not wanted:
         keep_nowhere(flight)
     sentence = _kept(session, flight, directory, target) if flight is not None and wanted else None
-    tell = missing_on(session.world, sentence)
-    if tell is not None:
-        reporter.warn(tell)
+    message = missing_on(session.world, sentence)
+    if message is not None:
+        reporter.warn(message)
 
 
 def _kept(session: Session, flight: FlightRecorder, directory: RunDirectory, target: Path) -> str | None:

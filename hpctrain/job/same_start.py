@@ -49,7 +49,7 @@ _DIGITS = 16
 
 
 def _differs(key: str, here: object, there: object) -> str:
-    """Return the text for a file that is compared by checksum.
+    """Return the text for a difference of a file that is compared by checksum.
 
     The checksums are omitted, because they would not help the user.
     """

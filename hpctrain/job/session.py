@@ -195,7 +195,7 @@ class Session(StartedRank):
         return Recipe(self.config, grid=(self.grid.rows, self.grid.cols))
 
     def backend(self) -> Backend:
-        """Return the backend of this rank: that of the search if there was one, because the first one chooses the rank's GPU."""
+        """Return the backend of this rank: that of the search, if any, because the first backend of a process chooses its GPU."""
         config = self.config
         return self.resolved.backend or make_backend(config.backend, config.dtype, config.precision, self.place)
 

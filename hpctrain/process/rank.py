@@ -226,7 +226,7 @@ class RankProcess:
     def start_world(self, deadline_seconds: float) -> Communicator:
         """Start MPI and return its world, or a world of this process alone. Collective over all ranks; see `session.start_world`.
 
-        Removes shared-memory segments that dead jobs have left.
+        The call removes shared-memory segments that dead jobs have left.
         """
         from hpctrain.job import session
 

@@ -104,7 +104,7 @@ class StartedProcess:
 
 
 def load_config(file: Path, overrides: tuple[str, ...]) -> tuple[Config, Source]:
-    """Return the configuration in a file with overrides, checked against its schema. Imports no NumPy unless there is a fault.
+    """Return the configuration in a file with overrides, checked against its schema. NumPy is imported only if there is a fault.
 
     Options of named objects are not checked here; see `assembly.faults`.
 

@@ -1,4 +1,4 @@
-"""Accounts of a run, as lines at its end and as records: steps, waits for data, samples read, memory, and hashes of its state."""
+"""Measurements of a run, reported and recorded: step times, waits for data, samples read, memory, and hashes of the state."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from hpctrain.training.state_hashes import StateHashes
 
 
-#: minimum number of steps for an account of steps
+#: minimum number of steps for which step times are reported
 FEWEST_STEPS = 14
 
 
@@ -44,7 +44,7 @@ def step_times(session: Session, setup: TrainingSetup) -> StepTimes:
 
 
 def finish_steps(session: Session, times: StepTimes, reporter: Reporter, step: int) -> None:
-    """Report and record the account of steps, unless the run had too few. Collective over the world.
+    """Report and record the step times, unless the run had too few steps. Collective over the world.
 
     Args:
         step: global step at the end of the run.
@@ -58,7 +58,7 @@ def finish_steps(session: Session, times: StepTimes, reporter: Reporter, step: i
 
 
 def steps_over_ranks(world: Communicator, mine: StepParts | None) -> StepParts | None:
-    """Return the mean over ranks of each part, and the minimum of the numbers of steps; None after too few. Collective."""
+    """Return the mean over ranks of each part of a step, and the lowest number of steps; None after too few steps. Collective."""
     of_ranks = [one for one in world.allgather_object(mine) if one is not None]
     if len(of_ranks) < world.size or min(one.steps for one in of_ranks) < FEWEST_STEPS:
         return None
@@ -68,7 +68,7 @@ def steps_over_ranks(world: Communicator, mine: StepParts | None) -> StepParts |
 
 
 def step_line(measured: StepParts, predicted: PredictedStep | None = None) -> str:
-    """Return the line of the account. Parts that round to 0 are omitted."""
+    """Return the line on the parts of a step. Parts that round to 0 are omitted."""
     digits = decimals(measured.seconds)
     parts = {
         "compute and Python": measured.work_seconds,
@@ -84,12 +84,12 @@ def step_line(measured: StepParts, predicted: PredictedStep | None = None) -> st
 
 
 def decimals(seconds: float) -> int:
-    """Return the number of decimals of milliseconds for three significant digits."""
+    """Return how many decimals a time needs, in milliseconds, to show three significant digits."""
     return max(0, min(3, 2 - math.floor(math.log10(max(seconds * 1e3, 1e-3) * (1 + 5e-4)))))
 
 
 def step_facts(measured: StepParts, step: int, predicted: PredictedStep | None = None) -> dict[str, object]:
-    """Return the record for the metrics.
+    """Return the record of the step times for the metrics.
 
     Args:
         step: global step at the end of the run.
@@ -163,7 +163,7 @@ def memory_line(peak: PeakMemory, ranks: int) -> str:
 
 
 def memory_facts(peak: PeakMemory, step: int) -> dict[str, object]:
-    """Return the record for the metrics.
+    """Return the record of the peak memory for the metrics.
 
     Args:
         step: global step at the end of the run.
@@ -179,7 +179,7 @@ _NOTABLE_SHARE = 0.05
 
 
 class DataAccount(Observer):
-    """Reports how long steps waited for data. `after_epoch` and `finish` are collective over the ranks that train.
+    """Observer that reports how long steps wait for data. `after_epoch` and `finish` are collective over the ranks that train.
 
     Args:
         clock: function that returns seconds, called three times per step.
@@ -249,7 +249,7 @@ def _waits(table: np.ndarray) -> dict[str, Any]:
 
 
 def _waits_line(waits: Mapping[str, Any], ranks: int) -> str:
-    """Return the line for the end of a run."""
+    """Return the line on the waits for data, for the end of a run."""
     of_rank = f" (mean of the ranks; rank {waits['rank']} {waits['most_share']:.1%})" if ranks > 1 else ""
     advice = "; `hpctrain bench data` shows what limits the data" if waits["most_share"] > _NOTABLE_SHARE else ""
     return f"steps waited for data {waits['share']:.1%} of the time{of_rank}{advice}"
@@ -264,7 +264,7 @@ _WORDS: Mapping[str, str] = {
 
 
 class ReadReport(Observer):
-    """Reports how many samples a run has read, and from which source. Its methods are collective."""
+    """Observer that reports how many samples a run has read, and from which source. Its methods are collective."""
 
     def __init__(self, session: Session, setup: TrainingSetup, reporter: Reporter) -> None:
         self._world, self._reporter, self._cache = session.world, reporter, setup.cache
@@ -272,7 +272,7 @@ class ReadReport(Observer):
 
     def after_epoch(self, position: Position) -> None:
         """Record the samples and bytes that all ranks have read so far, by source, and the unreadable samples."""
-        self._gaps.tell(position)
+        self._gaps.record(position)
         total = self._total()
         if any(total.values()):
             self._reporter.record("reads", {"epoch": position.epoch, "step": position.global_step, **total})
@@ -291,7 +291,7 @@ class ReadReport(Observer):
 
 
 def reads_line(total: Mapping[str, int]) -> str:
-    """Return the line with the counts by source."""
+    """Return the line on the number of samples read from each source."""
     parts = [
         f"{total[f'{name}_samples']:,} {text} ({size_text(total[f'{name}_bytes'])})"
         for name, text in _WORDS.items()
@@ -301,7 +301,7 @@ def reads_line(total: Mapping[str, int]) -> str:
 
 
 class RunHashes(Observer):
-    """Records hashes of the state. Its constructor, `begin` and `read_state` are collective if hashes are configured.
+    """Observer that records hashes of the state. If hashes are configured, constructor, `begin` and `read_state` are collective.
 
     Args:
         replica: replica on which all ranks have agreed.
@@ -329,7 +329,7 @@ class RunHashes(Observer):
         return bool(self._every) and step % self._every == 0
 
     def read_state(self, position: Position) -> None:
-        """Record the hashes of the state at `position`. Drains the replica."""
+        """Record the hashes of the state at `position`. The call drains the replica."""
         assert self._hashes is not None
         from hpctrain.training.state_hashes import hash_of_all  # loaded earlier, by StateHashes
 

@@ -108,7 +108,7 @@ def find(started: StartedJob, job: Job, space: SearchSpace, machine: str | None)
 def best(
     job: Job, machine: Machine, costs: ComputeCosts, ranks: int, space: SearchSpace, kept: Machine | None = None
 ) -> BestCandidate:
-    """Return the candidate with the shortest predicted step. Pure function.
+    """Return the candidate with the shortest predicted step, without measurements or communication.
 
     Args:
         kept: machine to store in the result; None if it was not measured.
@@ -244,7 +244,7 @@ def _stored(
 ) -> tuple[AutomaticChoice | None, tuple[str, ...]]:
     """Return (choice of an earlier run, lines for the log).
 
-    The choice is None if there is none or if it does not apply; in the latter case a line has the reason.
+    The choice is None if there is none or if it does not apply; in the latter case, a line states the reason.
     """
     stored = _of_checkpoint(source)
     if stored is None:

@@ -1,4 +1,4 @@
-"""Building a run's objects from its configuration: open sections, weights, data, replica, schedule, trainer.
+"""Construction of a run's objects from its configuration: open sections, weights, data, replica, schedule, trainer.
 
 Only this module depends on all of them. Sections that a configuration leaves open are decided on rank 0 before the grid is made,
 sent to all ranks, and stored. A run that resumes from a checkpoint on the same number of ranks keeps the stored choice, because
@@ -173,7 +173,7 @@ def read_weights(world: Communicator, path: Path) -> Subject:
     """
     weights_file.check_suffix(path, weights_file.SUFFIXES)
     if not path.is_file():
-        raise CheckpointError(f"There is no weight file {path}; give the path of an existing file.")
+        raise CheckpointError(f"There is no weight file {path}.")
     facts = {} if world.size == 1 else {"sha256": weights_file.checksum(path)[:16]}
     return Subject("another file of weights", f"give all nodes the same {path}", facts, error=CheckpointError)
 
@@ -324,7 +324,7 @@ def class_weights(config: Config, labels: np.ndarray, names: Sequence[str]) -> t
 def make_replica(
     recipe: Recipe, rank: StartedRank, *, trains: bool = True, loop: LoopState | None = None, hint: str = ""
 ) -> Replica:
-    """Return this rank's replica of a recipe with facts, grid and backend, for images of the largest shape. Not collective.
+    """Return this rank's replica for the largest images of a recipe, which has image facts, grid and backend. Not collective.
 
     Args:
         loop: state of the loop that calls `step`; None: one without stop requests and checkpoints.
@@ -388,7 +388,7 @@ def build_trainer(
     observers: Sequence[Observer] = (),
     end_after: Callable[[Mapping[str, Any]], bool] | None = None,
 ) -> Trainer:
-    """Return the training loop over `setup`. Arguments are those of `Trainer`."""
+    """Return the loop that trains the replica of `setup` on its data. Other arguments are those of `Trainer`."""
     config = session.config
     stop = config.early_stop
     sizes = [] if setup.sizes is None else [ImageSizeReport(setup.sizes, reporter)]

@@ -126,7 +126,7 @@ def spared(evaluations: Collection[StepEvaluation], measure: str, by_age: Sequen
 
 
 class BestCheckpoint:
-    """Keeps the best checkpoint of a run, on the rank that writes files. Does not communicate.
+    """Keeper of the best checkpoint of a run, on the rank that writes files. Its methods do not communicate.
 
     Args:
         evaluated: split that is evaluated, "validation" or "test".
@@ -179,12 +179,12 @@ class BestCheckpoint:
             self._retain(tuple(self._evaluations.values()))
 
     def go_on(self, start: Path, meta: Mapping[str, Any], changed: Collection[str] = (), *, evaluates: bool = False) -> None:
-        """Resume from a checkpoint, after later ones were set aside. Reads the best checkpoint to verify that it is intact.
+        """Resume from a checkpoint, after later ones were set aside, and read the best checkpoint to verify that it is intact.
 
         Args:
             start: checkpoint to resume from, already verified.
-            evaluates: whether the run first evaluates the checkpoint itself, which was written before its evaluation. The best
-                checkpoint is then verified after that evaluation, as it may rightly have been deleted.
+            evaluates: whether the run first evaluates `start`, which was written before its evaluation. If so, the best
+                checkpoint is verified after that evaluation, because the run may have deleted it in favour of `start`.
         """
         entries = [StepEvaluation(**entry) for entry in meta.get(EVALUATIONS, ())]
         decisive = ["data.validation", *(["data.test"] if self._evaluated == "test" else []), "data.evaluate_augment"]
@@ -213,7 +213,7 @@ class BestCheckpoint:
         return {step for step, _ in checkpoint.checkpoints(self._directory)}
 
     def _leave_out_lost(self) -> None:
-        """Drop evaluations of best checkpoints that are missing or damaged, and report each. Runs once after a resume."""
+        """Drop and report evaluations of missing or damaged best checkpoints. Only the first call after a resume does so."""
         start, self._unchecked_start = self._unchecked_start, None
         if start is None:
             return
@@ -276,7 +276,7 @@ def _nothing() -> None:
 
 
 class RunCheckpoints(Observer):
-    """Writes the checkpoints of a run into its directory, and keeps the best.
+    """Observer that writes the checkpoints of a run into its directory, and keeps the best.
 
     All methods except `after_evaluation` are collective.
 
@@ -390,7 +390,7 @@ class RunCheckpoints(Observer):
         return meta
 
     def _place(self) -> dict[str, Any]:
-        """Return the next checkpoint's sequence number and the identity of its run, as metadata. Only on the rank that writes."""
+        """Return the next checkpoint's sequence number and its run's identity, as metadata. Call it on the rank that writes."""
         self._sequence = max(1 + self._sequence, checkpoint.next_sequence(self._directory.checkpoints))
         marker = read_marker(self._directory.path)
         self._identity = self._identity if marker is None else marker.identity
@@ -398,7 +398,7 @@ class RunCheckpoints(Observer):
 
 
 def is_sharded(session: Session, setup: TrainingSetup) -> bool:
-    """Return whether the checkpoints of a run consist of one shard per rank. The same on all ranks."""
+    """Return whether the checkpoints of a run consist of one shard per rank. All ranks return the same."""
     layout = session.config.checkpoint.layout
     if layout != "auto":
         return layout == "sharded"

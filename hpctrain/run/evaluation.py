@@ -1,7 +1,7 @@
-"""`hpctrain eval` and `predict`: a checkpoint on a test or validation set or on pictures, with its own classes and normalisation.
+"""Evaluation of a checkpoint on a test or validation set, and prediction for pictures (`hpctrain eval` and `predict`).
 
-A judgement has a confusion matrix and the images that the checkpoint classified rightly and wrongly with the highest probability.
-Pictures are processed like evaluation images.
+Both use the classes and the normalisation that the checkpoint stores. A judgement has a confusion matrix and the images that the
+checkpoint classified correctly and wrongly with the highest probability. Pictures are processed like evaluation images.
 """
 
 from __future__ import annotations
@@ -234,7 +234,7 @@ def _check_held_out(images: Images, data: DataFacts, path: Path) -> None:
 
 
 def with_loaders(session: Session, images: Images, replica: Replica, batch: int, *, flip: bool) -> EvaluationSetup:
-    """Return images and replica with this rank's loaders.
+    """Return this rank's share of an evaluation of `replica` on `images`.
 
     Args:
         batch: number of images per batch over all ranks.
@@ -506,7 +506,7 @@ def _answers(session: Session, setup: EvaluationSetup, files: Sequence[Path], to
 def _broken(session: Session, replica: Replica, decoded: DecodedPictures, numbers: range) -> dict[int, str]:
     """Return the error messages of the pictures of a batch that a rank could not decode, by the picture's number. Collective.
 
-    All ranks exchange errors. If ranks share samples, the rank that owns a sample may not have read any part of it.
+    All ranks exchange errors, because a rank that owns a shared sample may not have read any part of it.
     """
     flags = np.array([number in decoded.broken for number in numbers], np.int64)
     comm = replica.groups.all_ranks

@@ -32,7 +32,7 @@ SKIP = "skip"
 
 
 def set_policy(session: Session, images: Images) -> None:
-    """Set how unreadable samples of a data file are handled, from the configuration. No effect for synthetic images.
+    """Set how unreadable samples of a data file are handled, from the configuration. The call has no effect on synthetic images.
 
     Raises:
         ConfigError: samples may be skipped, but ranks share samples, so no rank can replace a sample alone.
@@ -66,7 +66,7 @@ def check_skip(config: Config, split_size: int) -> None:
 
 
 class UnreadableReport:
-    """Reports samples that were replaced on any rank because they are unreadable. No effect unless samples may be skipped."""
+    """Reporter of unreadable samples that any rank has replaced. It has no effect unless samples may be skipped."""
 
     def __init__(self, session: Session, files: Sequence[ImageFile], reporter: Reporter) -> None:
         self._world, self._reporter = session.world, reporter
@@ -74,7 +74,7 @@ class UnreadableReport:
         self._files = files
         self._reported: list[dict[int, int]] = [{} for _ in files]
 
-    def tell(self, position: Position) -> None:
+    def record(self, position: Position) -> None:
         """Record the samples replaced since the previous call; report the first ones of each file. Collective."""
         if not self._skips:
             return
@@ -97,7 +97,7 @@ class UnreadableReport:
 
     def finish(self, position: Position) -> None:
         """Record new samples, and report the total of each file. Collective."""
-        self.tell(position)
+        self.record(position)
         for file, reported in zip(self._files, self._reported, strict=True):
             if reported:
                 self._reporter.warn(
@@ -106,7 +106,7 @@ class UnreadableReport:
 
 
 def _samples(numbers: Collection[int]) -> str:
-    """Return a text with the lowest number and the count of the other numbers."""
+    """Return the lowest of some samples' numbers and the count of the others, as text."""
     more = f" and {len(numbers) - 1} more" if len(numbers) > 1 else ""
     return f"sample {min(numbers)}{more}"
 
@@ -118,7 +118,7 @@ def _replaced(file: ImageFile) -> dict[int, int]:
 def open_alike(world: Communicator, config: Config, splits: Sequence[Split]) -> dict[Split, ImageFile]:
     """Open the configured files of some splits on every rank, and compare them between ranks. Collective.
 
-    Ends the job if a rank waits for the file system longer than the deadline.
+    The call ends the job if a rank waits for the file system longer than the deadline.
 
     Raises:
         DataError: a file cannot be opened (see `ImageFile.open`), or differs from that of most ranks; on every rank.

@@ -1,4 +1,4 @@
-"""Choice of the transport between devices (MPI, NCCL or host memory), and the configured progress mode of messages.
+"""Choice of the transport of messages between devices (MPI, NCCL or host memory), and of their progress mode.
 
 If the configuration does not set the transport, it is chosen after a trial at the start of the run.
 """
@@ -26,7 +26,7 @@ _UNPROVED = "not yet run between GPUs"
 def try_transport(config: Config | None, launcher: Launcher) -> str | None:
     """Test whether MPI can send from GPU memory, and return the outcome.
 
-    None if the outcome does not matter or another rank runs the test. Starts a process; call it before MPI starts.
+    The result is None if the outcome does not matter or another rank tests. Call it before MPI, because it starts a process.
     """
     matters = config is not None and config.backend in ("cuda", "auto") and config.transport in ("auto", "mpi")
     if not matters or not launcher.starts_mpi or launcher.expected_size == 1 or launcher.local_rank:

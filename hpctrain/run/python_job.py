@@ -58,9 +58,7 @@ def check_shape(shape: tuple[int, ...], replica: Replica) -> None:
     """
     expected = replica.network.image_shape
     if tuple(shape) != tuple(expected):
-        raise ShapeError(
-            f"Images have shape {tuple(shape)} (H, W, C), but the replica has image_shape {expected}; make the two equal."
-        )
+        raise ShapeError(f"Images have shape {tuple(shape)} (H, W, C), but must have the replica's image_shape {expected}.")
 
 
 def loader_mixing(config: Config, replica: Replica) -> Mixing | None:
@@ -88,7 +86,7 @@ class _Log(Reporter):
 
 
 class LoopCheckpoints:
-    """Writes and reads checkpoints for a training loop in Python. Every method is collective.
+    """Writer and reader of checkpoints for a training loop in Python. Every method is collective.
 
     Args:
         world: communicator of all ranks.
@@ -174,7 +172,7 @@ _WRITTEN = "If the program itself wrote these values, the same on all ranks, cal
 
 
 class Stopped(BaseException):
-    """Raised by `Job.stop` to leave the block of `start`. Not an Exception, so that `except Exception` does not catch it."""
+    """Exception with which `Job.stop` leaves the block of `start`. `except Exception` does not catch it."""
 
 
 @dataclass(frozen=True)
@@ -187,9 +185,10 @@ class Job(StartedRank):
         checkpoints: writer and reader of checkpoints.
         watch: watcher of signals; None if `start` was called without signals=True.
         best: grid, plan and averager chosen by `start`, with their prediction; None without `automatic`.
-        backends: backend of the search of `start`, by its backend, dtype and precision: the first one chooses the rank's GPU.
-        loops: states of the loops of all replicas.
-        described: name and description of the first data file or weights of each replica, by the identity of its loop.
+        backends: backend of the search of `start`, by name, dtype and precision. `replica` reuses it, as the first one chooses
+            the GPU.
+        loops: loop states of all replicas.
+        described: name and facts of the first data file or weights of each replica, by `id` of its loop state, for comparison.
     """
 
     batch: int
@@ -531,7 +530,7 @@ class Job(StartedRank):
         raise_on_all_ranks(self.world, lambda: _warn(self, *_data_differences(self, replica, f"{path} (see ignore)", facts)))
 
     def load(self, replica: Replica, path: str | Path) -> Mapping[str, Any]:
-        """Restore a checkpoint written by `save`, also after a `DivergedError`, and return its notes. Sets `replica.global_step`.
+        """Restore a checkpoint written by `save`, with `replica.global_step`, also after a `DivergedError`; return its notes.
 
         Raises:
             CheckpointError: the checkpoint is missing or damaged, or belongs to another model or optimiser.
@@ -572,7 +571,7 @@ def _subset(file: ImageFile, validation: int | float | None, validation_of: Load
                 "validation out of this call."
             )
         if validation_of.file.manifest["images"] != file.manifest["images"]:
-            raise DataError(f"validation_of reads {validation_of.file.path}, not the images of {file.path}; give the same file.")
+            raise DataError(f"validation_of reads {validation_of.file.path}, but must read the images of {file.path}.")
         return np.setdiff1d(np.arange(len(file)), trained_on)
     if validation is None:
         return None

@@ -297,7 +297,7 @@ def check_model(content: CheckpointContent, data: DataFacts, config: Config, pat
 def stored_config(content: CheckpointContent, config: Config) -> Config | None:
     """Return the configuration stored in a checkpoint.
 
-    None if it is no longer valid, or if it names user code that `config` does not name.
+    The result is None if the stored configuration is no longer valid, or if it names user code that `config` does not name.
     """
     with suppress(HpctrainError):
         stored = parse(str(content.meta["config"]), stored=True)[0]
@@ -343,7 +343,7 @@ def _absent(config: Config, data: DataFacts) -> dict[str, Any]:
 
 
 def describe(position: Position, samples: int) -> str:
-    """Return a position in words.
+    """Return a training position as text, such as its epoch and step.
 
     Args:
         samples: number of samples of an epoch.

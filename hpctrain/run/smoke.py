@@ -48,7 +48,7 @@ def smoke_trial(config: Config, started: StartedJob) -> SmokeTrial:
 
 
 def shortened(config: Config, ranks: int) -> SmokeTrial:
-    """Return the trial of a configuration, with its options filled in. Reads headers of existing files.
+    """Return the trial of a configuration, with its options filled in. The call reads headers of existing files.
 
     Raises:
         HpctrainError: as for `smoke_trial`.

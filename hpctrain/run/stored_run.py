@@ -1,4 +1,4 @@
-"""The run of a command that receives no configuration, found by its directory and described by its own files.
+"""Runs for commands that receive no configuration file: the run is found by its directory and described by its own files.
 
 NumPy is imported only if the argument is a checkpoint outside of any run directory.
 """
@@ -65,7 +65,7 @@ class StoredRun:
 
 
 def find_run(checkpoint: str, directory: Path) -> StoredRun:
-    """Return the run that `--checkpoint` names. Reads its configuration, not its checkpoints.
+    """Return the run that `--checkpoint` names. The call reads its configuration, but not its checkpoints.
 
     Args:
         checkpoint: "auto" (newest run that has a checkpoint), "best" (best checkpoint of the newest run that has one), a run

@@ -1,4 +1,4 @@
-"""Report at the end of a traced run: the events of all ranks on one clock in one file, and a table of the time spent.
+"""Report at the end of a traced run: a file with the events of all ranks on one clock, and a table of the time of a step.
 
 For comparison, `run_compute_only` times steps without communication, and communication alone. In steps without communication,
 every rank trains on its own share with its own gradients, at the same time as all others, since they share memory and power.
@@ -148,7 +148,7 @@ class RankTrace:
     """Trace of one rank, as sent to rank 0.
 
     Attributes:
-        error_ns: maximum error of these times.
+        error_ns: maximum error of the times of `events` on rank 0's clock, in ns.
         groups: groups of the queues, as in `Postings`.
         table: time table of the rank; None if no whole step was recorded.
     """

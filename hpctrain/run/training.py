@@ -128,7 +128,7 @@ class StopReason:
 def stop_reason(world: Communicator, watch: SignalWatch, limit: str | None = None) -> StopReason | None:
     """Return the signal received by the lowest rank that received one, else the limit of the lowest rank that reached one.
 
-    None if there is neither. Collective, at the end of a run.
+    The result is None if there is neither. Collective; call it at the end of a run.
 
     Args:
         limit: name of the limit that has asked this rank to stop; None if none has.
@@ -603,7 +603,7 @@ def _accuracy(label: str, sums: RunningSums) -> Iterator[str]:
 
 
 def _steps_reached(outcome: Outcome, epochs: int, asked: _Request, directory: Path, written: Path) -> Iterator[str]:
-    """Yield lines on the end of a run by its number of steps and on how to resume it, with a remark if it had no evaluation."""
+    """Yield lines on a run that ended after the requested number of steps, on a missing evaluation, and on how to resume it."""
     position = outcome.position
     where = f"after step {position.global_step}, in epoch {min(position.epoch + 1, epochs)} of {epochs}"
     yield f"ended {where}, as requested by {asked.steps_name}"

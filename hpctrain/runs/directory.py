@@ -84,7 +84,7 @@ def software_versions(**others: str) -> dict[str, str]:
 def git_state(directory: Path | None = None) -> dict[str, object]:
     """Return {"revision", "dirty"} of the repository around `directory`; {} if there is none.
 
-    Starts processes: call it before MPI starts.
+    Call it before MPI starts, because it starts processes.
 
     Args:
         directory: directory inside the repository; None: the current directory.
@@ -167,12 +167,9 @@ class RunDirectory:
         """
         run = cls(Path(path))
         if not os.path.lexists(run.path):
-            raise CheckpointError(f"The run {run.path.absolute()} does not exist; give the directory of a run.")
+            raise CheckpointError(f"There is no run directory {run.path.absolute()}.")
         if not is_run(run.path):
-            raise CheckpointError(
-                f"{run.path.absolute()} is not a run directory: it lacks the {MARKER} or the config.yaml that `hpctrain train` "
-                f"writes; give a directory that a training wrote."
-            )
+            raise CheckpointError(f"{run.path.absolute()} is not a run directory, because it lacks {MARKER} or config.yaml.")
         return run
 
     @property
@@ -312,7 +309,7 @@ def named_run(source: str) -> RunDirectory:
     """Return the run directory that a value of `--resume` or `--checkpoint` names.
 
     Raises:
-        CheckpointError: as for `RunDirectory.open`; the message about a path that does not exist has the other legal values.
+        CheckpointError: as for `RunDirectory.open`; the message about a path that does not exist names the other legal values.
     """
     if not os.path.lexists(source):
         raise CheckpointError(
@@ -478,9 +475,10 @@ class ListedRun:
         return RunDirectory(self.path)
 
     def may_have_name(self, name: str) -> bool:
-        """Return whether the run may have a name. Without a readable name, it is that of the directory in which the run began.
+        """Return whether the run may have a name.
 
-        Any name is possible if this is unknown, or if a resume has changed the configuration.
+        If its name cannot be read, the name of the directory in which it began decides. Any name is possible if this directory is
+        unknown, or if a resume has changed the configuration.
         """
         if self.name is not None:
             return self.name == name

@@ -102,7 +102,7 @@ def read_marker(path: Path) -> RunMarker | None:
 
 @lru_cache(maxsize=1 << 10)
 def _read_marker(path: Path, *version: int) -> RunMarker | None:
-    """Return the marker in a run directory. Cached by version of the file, because a start needs it several times."""
+    """Return the marker in a run directory. The result is cached by `version` of its file, as a start needs it several times."""
     content = json_object(read_bytes(path / MARKER, _MOST_BYTES))
     if content is None:
         raise unreadable(path / MARKER, "it is not a JSON object")
@@ -349,7 +349,7 @@ class Ownership(Claim):
         super().require()
 
     def release(self) -> None:
-        """Release the run. May be called twice."""
+        """Release the run. A second call has no effect."""
         if not self._ended.is_set():
             self._ended.set()
             if self._thread is not threading.current_thread():
@@ -390,7 +390,7 @@ class Ownership(Claim):
 
 @contextlib.contextmanager
 def owned(run: Path | None, command: str) -> Iterator[None]:
-    """Own a run during the block; no effect if `run` is None. Waits until it is known whether another owner is alive.
+    """Own a run during the block; do nothing if `run` is None. The call waits until it is known whether another owner is alive.
 
     Raises:
         RunOwnedError: another owner is alive.
@@ -532,7 +532,7 @@ def _link_new(begun: Path, target: Path, owner: Owner) -> bool:
 def _create_new(target: Path, owner: Owner) -> bool:
     """Create a record on a file system without links.
 
-    Other processes may briefly see it incomplete, and then treat its owner as unknown.
+    Other processes may briefly see an incomplete record, and then treat its owner as unknown.
     """
     try:
         descriptor = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)

@@ -34,7 +34,7 @@ _log = logging.getLogger(__name__)
 
 
 class Bookkeeping:
-    """Writes files that are not essential for the run, and logs each failure once. Not thread-safe."""
+    """Writer of files that are not essential for the run. It logs each failure once, and is not thread-safe."""
 
     def __init__(self) -> None:
         self._failing: dict[str, str] = {}
@@ -82,7 +82,7 @@ class PatientRecords:
         self._dropped = 0
 
     def add(self, record: Mapping[str, Any]) -> None:
-        """Write a record after the queued ones."""
+        """Queue a record, and try to write the queue. If the queue is full, its oldest record is lost."""
         self._waiting.append(record)
         if len(self._waiting) > MOST_WAITING:
             del self._waiting[0]
@@ -90,7 +90,7 @@ class PatientRecords:
         self._bookkeeping.attempt(self._what, self._write)
 
     def close(self) -> None:
-        """Try once more to write the queued records, and log the number of lost ones. May be called twice."""
+        """Try once more to write the queued records, and log the number of lost ones. A second call has no effect."""
         if self._waiting:
             self._bookkeeping.attempt(self._what, self._write)
         lost = len(self._waiting) + self._dropped
@@ -183,7 +183,7 @@ def unreadable_path(path: Path) -> Path:
 
 
 def _is_recorded_again(record: Mapping[str, object], epoch: int, step: int, evaluates: bool, goes_back: bool) -> bool:
-    """Return whether a run that resumes at this position will record this line again.
+    """Return whether a run that resumes at this position will write this record again.
 
     A checkpoint of an epoch's last step may predate the epoch's summary. In that case it still belongs to that epoch.
     """
@@ -248,7 +248,7 @@ class HashRecord:
 
 
 class HashFile:
-    """Appends hashes to the file of a run, which a resume may have cut back."""
+    """Writer of the file of a run's hashes, which a resume may have cut back."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

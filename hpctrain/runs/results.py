@@ -62,7 +62,7 @@ def read_runs(paths: Sequence[Path]) -> tuple[RunRecord, ...]:
     resolved = [record.state.path.resolve() for record in records]
     for number, path in enumerate(resolved):
         if path in resolved[:number]:
-            raise DataError(f"{paths[number]} is given twice; give each run once.")
+            raise DataError(f"{paths[number]} is given twice, but each run must be given once.")
     return records
 
 
@@ -146,7 +146,7 @@ LONGEST_STEP_SECONDS = 600.0
 
 @dataclass(frozen=True)
 class Summary:
-    """Figures of a run; None: unknown. Accuracies are fractions.
+    """Main figures of a run, None if unknown. Accuracies are fractions.
 
     Args:
         end: description of how the run ended, or that it continues.

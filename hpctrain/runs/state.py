@@ -254,7 +254,7 @@ def _fits(key: str, value: object) -> bool:
 
 
 def _shown(text: str) -> str:
-    """Return a text of bounded length that can be encoded."""
+    """Return a text cut to a bounded length, with a substitute for each character that UTF-8 cannot encode."""
     return text[:_MOST_CHARACTERS].encode(errors="replace").decode()
 
 
@@ -315,7 +315,7 @@ def _lives(process: int) -> bool:
 
 
 def _stopped(records: Sequence[Record]) -> str | None:
-    """Return text on what stopped the run; None if it was not stopped, or was started again afterwards."""
+    """Return as text what stopped the run; None if it was not stopped, or was started again afterwards."""
     last = next((record for record in reversed(records) if record.get("kind") in ("stop", "start")), {})
     return f"stopped by {last.get('by')} after step {last.get('step')}" if last.get("kind") == "stop" else None
 

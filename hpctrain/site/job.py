@@ -181,7 +181,7 @@ def _stage(site: Site, request: JobRequest) -> str:
     if site.profile.scratch is None:
         raise ConfigError(f"--stage is {request.stage}, but site {site.name} has no node-local disk; leave --stage out.")
     if not request.stage.is_file():
-        raise ConfigError(f"--stage {request.stage} is not a file; give a tar archive of the environment.")
+        raise ConfigError(f"--stage is {request.stage}, but must be an existing file: a tar archive of the environment.")
     return str(request.stage)
 
 
@@ -460,7 +460,7 @@ def submit(site: Site, job: SiteJob) -> Submission:
 def _reserved(job: SiteJob) -> SiteJob:
     """Return the job with unique paths of script and log, even if another job is submitted in the same second.
 
-    Creates the script as an empty file to reserve its name.
+    The call creates the script as an empty file, which reserves its name.
     """
     script = Path(job.script)
     script.parent.mkdir(parents=True, exist_ok=True)
