@@ -33,8 +33,8 @@ class Fault:
 
     Attributes:
         path: path of the key; empty for the whole file.
-        rule: rule as the continuation of the key, such as "must be at least 1"; or UNKNOWN or MISSING.
-        value: wrong value, or NONE or WHOLE.
+        rule: rule as the continuation of the key, such as "must be at least 1"; UNKNOWN or MISSING for the key itself.
+        value: wrong value; NONE if the sentence shows no value, WHOLE if the rule is the whole sentence.
         hint: words after the rule, with the character that separates them.
     """
 

@@ -206,7 +206,7 @@ def choose(config: Config, started: StartedJob, resume: str | None) -> Resolved:
         resume: run directory, checkpoint or keyword, see `find_checkpoint`; None: start a new run.
 
     Raises:
-        ConfigError: the machine file is invalid, or no plan fits the job.
+        ConfigError, DataError: the machine file is invalid, no plan fits the job, or the training file differs between ranks.
         CheckpointError: the stored choice belongs to another model.
     """
     world, place = started.world, started.place()

@@ -231,7 +231,7 @@ class TrainingSetup:
 
     @property
     def files(self) -> tuple[ImageFile, ...]:
-        """Data files that are read."""
+        """Data files that the loaders read, each once."""
         return tuple({id(loader.file.pixels): loader.file for loader in reversed(self.loaders)}.values())[::-1]
 
 

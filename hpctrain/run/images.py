@@ -153,8 +153,8 @@ def make_loader(
     """Return the loader of this rank's share of a data file, which reads the file without a cache.
 
     Args:
-        kernels: kernel set that reads the batches. Batches contain pixels if the kernel set accepts them, otherwise images. None:
-            images.
+        kernels: kernel set that reads the batches. They contain uint8 pixels if it accepts these, otherwise normalised images.
+            None: the latter.
         shards: number of shards that divide a batch (`exact.shards`); None: ranks divide it.
         class_weights: weight of each class in the loss of the steps; empty: all are 1.
 

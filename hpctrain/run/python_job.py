@@ -521,7 +521,7 @@ class Job(StartedRank):
             ignore: patterns of names that keep their values.
 
         Raises:
-            CheckpointError: the file cannot be read or does not fit the model.
+            CheckpointError: the file cannot be read, differs between ranks, or does not fit the model; the replica is unchanged.
         """
         hint = "leave such layers out by ignore={patterns}"
         file = self._path(path, Job.load_weights, {"replica": replica, "path": path, "ignore": ignore})

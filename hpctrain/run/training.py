@@ -386,6 +386,9 @@ def run_compute_only(session: Session, steps: int, style: ProgressStyle | None =
     """Time steps without communication, then the communication alone; print and record both.
 
     The session must have a tracer. Collective.
+
+    Raises:
+        ConfigError: no complete step ran.
     """
     from hpctrain.run import trace_report as compute_only
     from hpctrain.run.trace_report import TraceReport

@@ -163,7 +163,7 @@ class Owner:
 
 @dataclass(frozen=True)
 class _Record:
-    """Contents of a record.
+    """Contents of an owner's record.
 
     Attributes:
         owner: owner; None if the record is damaged.
