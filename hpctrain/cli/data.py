@@ -101,9 +101,9 @@ def data() -> None:
 def fetch(name: str, out: Path, overwrite: bool) -> None:
     """Download a data set and convert it.
 
-    The files are taken from DIRECTORY, from an installed Debian package (Fashion-MNIST only), or from the public address, in this
-    order: the gzipped IDX files of Fashion-MNIST and MNIST, or the archive cifar-10-binary.tar.gz. If train.h5 and test.h5 exist,
-    nothing is done.
+    The gzipped IDX files of Fashion-MNIST or MNIST, or the archive cifar-10-binary.tar.gz, are taken from the first place that
+    has them: the directory of --out, an installed Debian package (Fashion-MNIST only), or the public address. If train.h5 and
+    test.h5 exist, nothing is done.
     """
     from hpctrain.data import fetch as sources
 

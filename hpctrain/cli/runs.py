@@ -250,7 +250,7 @@ _MOST_PICTURES = 24
     "judges",
     is_flag=True,
     help="Evaluate a single RUN's newest checkpoint on the test set or, if data.test is not set, on the validation set, and add "
-    "the confusion matrix and rightly and wrongly classified images.",
+    "the confusion matrix and correctly and wrongly classified images.",
 )
 def report(runs: tuple[Path, ...], out: Path | None, judges: bool) -> None:
     """Write an HTML report of one or more runs.

@@ -284,8 +284,8 @@ def predict(
     """Predict the classes of images.
 
     IMAGE is a picture file (JPEG, PNG, WebP, TIFF and others), or a directory of pictures. No configuration file is needed: runs
-    and checkpoints contain their configuration. Images that cannot be decoded are reported, the others are predicted, and the
-    exit code is 2.
+    and checkpoints contain their configuration. If some images cannot be decoded, they are reported, the others are predicted,
+    and the exit code is 2.
     """
     if file is not None and runs is not None:
         raise click.UsageError("--config already determines the directory of runs; leave --runs or --config out.")

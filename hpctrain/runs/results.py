@@ -277,7 +277,7 @@ def _text(value: float | None, form: str) -> str:
 
 
 def _hosts(hosts: Sequence[str]) -> str:
-    """Return the names of a few hosts, or the number of many."""
+    """Return the names of at most MOST_HOSTS hosts; for more, return their number and the first name."""
     if not hosts:
         return UNKNOWN
     return ", ".join(hosts) if len(hosts) <= MOST_HOSTS else f"{len(hosts):,}, {hosts[0]} first"

@@ -241,7 +241,7 @@ def test_the_report_is_json_with_the_machine(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("launcher", "words"),
     [
-        ("srun -n 4", "must contain the number of ranks"),
+        ("srun -n 4", r"must contain \{ranks\}"),
         ("no-such-launcher {ranks}", "Cannot start no-such-launcher"),
         ("false {ranks}", "exit code 1"),
     ],

@@ -469,12 +469,12 @@ def test_commands_take_no_other_directory_for_a_run(trained: Path, tmp_path: Pat
     (project / "checkpoints/best.json").unlink()
     before = _contents(project)
     assert not is_run(project)
-    with pytest.raises(CheckpointError, match=r"lacks the run.json or the config.yaml"):
+    with pytest.raises(CheckpointError, match=r"lacks run\.json or config\.yaml"):
         RunDirectory.open(project)
     for words in (["report", str(project)], ["compare", str(project), str(project)], ["watch", str(project), "--once"]):
         result = CliRunner().invoke(cli, words)
         assert result.exit_code == 2, words
-        assert "is not a run directory: it lacks the run.json or the config.yaml" in result.output
+        assert "is not a run directory, because it lacks run.json or config.yaml" in result.output
     result = CliRunner().invoke(cli, ["checkpoint", "prune", str(project), "--keep", "1"])
     assert (result.exit_code, result.output) == (0, "")
     assert latest(tmp_path, "tiny") is None
