@@ -309,11 +309,7 @@ def _trained(
     on_epoch: Callable[[EpochValues], object] | None,
     style: ProgressStyle | None,
 ) -> tuple[RunEnd, TrainingResult, EpochCallback | None]:
-    """Train, and leave no threads, messages or communicators at the end. MPI stays. Arguments: see `train`.
-
-    Args:
-        watch: watch of the process's signals.
-    """
+    """Train with this watch of signals, and leave no threads, messages or communicators; MPI stays. See `train`."""
     with _raised_or_ended(process), process.exits:
         process.refuse_alone()
         session = process.session(read, trains=True, resume=resume)
@@ -375,7 +371,7 @@ def _same_environment() -> Iterator[None]:
 
 
 def model(name: str, **options: Any) -> Layer:
-    """Return a model of the catalogue, such as "resnet18" (see `hpctrain list models`).
+    """Return a model of the catalogue (`hpctrain list models`), such as "resnet18", with options (docs/options.md).
 
     Raises:
         ConfigError: the name is unknown, or an option is wrong.
@@ -388,6 +384,12 @@ def schedule(
     name: str, *, base_lr: float, epochs: Count, steps_per_epoch: Count, warmup_epochs: float = 0.0, **options: Any
 ) -> LearningRateSchedule:
     """Return a learning-rate schedule, such as "cosine"; its `lr(step)` returns the learning rate of a step.
+
+    Args:
+        base_lr: learning rate after the warm-up.
+        epochs, steps_per_epoch: length of the training; `lr` counts steps from 0.
+        warmup_epochs: length of the warm-up, in epochs.
+        options: further options of the schedule (docs/options.md).
 
     Raises:
         ConfigError: the name is unknown, an option is wrong, or a count is not an integer of at least 1.

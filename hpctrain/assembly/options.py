@@ -43,7 +43,7 @@ FOLLOWING: Mapping[str, str] = {
 
 @dataclass(frozen=True)
 class Option:
-    """One option of a name.
+    """Option of a named object, such as "momentum" of the optimiser "sgd".
 
     Attributes:
         schema: JSON schema of its type.
@@ -67,7 +67,7 @@ class Option:
 
 @dataclass(frozen=True)
 class Choice:
-    """One name of a kind.
+    """Name of a kind, such as the optimiser "sgd".
 
     Attributes:
         sentence: description.

@@ -212,7 +212,7 @@ def columns(config: Config, ranks: int) -> int:
 
 
 def check_batch(batch: int, rows: int, cols: int) -> None:
-    """Raise if a batch is so small that a rank would never have a sample. Ranks of a split group share all their samples.
+    """Raise if a grid of one row has more columns than the batch has samples, so that a rank would never have one.
 
     Raises:
         ConfigError: the batch is too small; the message names the minimum.

@@ -82,7 +82,7 @@ class DataRates:
         return tuple(sorted({each.threads for each in self.stages if each.stage == WHOLE}))
 
     def slowest(self, threads: int) -> str:
-        """Return the name of the slowest stage."""
+        """Return the name of the slowest stage with `threads` threads."""
         return min((stage for stage in self.names if stage != WHOLE), key=lambda stage: self.rate(stage, threads))
 
     def sentence(self, threads: int) -> str:

@@ -35,7 +35,7 @@ _FIELDS = 9  # engine, kind, implementation, propagation, memory, attributes, au
 
 @dataclass(frozen=True)
 class PrimitiveTime:
-    """One execution of a primitive.
+    """Execution of one of oneDNN's primitives, with its time.
 
     Attributes:
         kind: for example "convolution".

@@ -37,7 +37,7 @@ _MANY_EPOCHS = 1_000_000  # enough for any number of steps
 
 @dataclass(frozen=True)
 class ScalingStudy:
-    """Jobs of a scaling study.
+    """Settings of a scaling study.
 
     Attributes:
         mode: "weak" or "strong"; if weak, the configured batch is the batch of each rank.

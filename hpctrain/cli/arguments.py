@@ -81,7 +81,7 @@ def check_output(path: Path, option: str = "", *, streams: bool = False) -> None
 
 
 class Finite(click.FloatRange):
-    """Finite number in a range."""
+    """Parameter type for a finite number in a range."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         seconds = super().convert(value, param, ctx)

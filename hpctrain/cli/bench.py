@@ -21,7 +21,7 @@ _MOST_RANKS = 1_000_000
 
 
 class RankCounts(click.ParamType):
-    """Numbers of ranks, such as 1,2,4."""
+    """Parameter type for numbers of ranks, such as 1,2,4."""
 
     name = "ranks"
 
@@ -117,7 +117,7 @@ _NAME, _NUMBER = 16, 12
 
 
 class ThreadCounts(RankCounts):
-    """Numbers of threads, such as 1,2,4."""
+    """Parameter type for numbers of threads, such as 1,2,4."""
 
     name = "threads"
 

@@ -28,7 +28,7 @@ FACTOR = Finite(min=0, min_open=True)
 
 
 class SlowRank(click.ParamType):
-    """Rank and the factor on its compute time, such as 3=1.5."""
+    """Parameter type for a rank and the factor on its compute time, such as 3=1.5."""
 
     name = "rank=factor"
 
@@ -69,7 +69,7 @@ CLASSES = click.option(
 
 
 def slow_ranks(pairs: tuple[tuple[int, float], ...], most_ranks: int) -> Mapping[int, float]:
-    """Return the factors by rank.
+    """Return the factors of --slow by rank.
 
     Raises:
         ConfigError: the largest simulated job does not have one of the ranks.
@@ -379,10 +379,8 @@ def show(
 def schedule(alpha_seconds: float, beta_seconds_per_byte: float, ranks_per_node: int | None, as_json: bool, **job: Any) -> None:
     """Show the averager's schedule for the first steps.
 
-    The command prints slices, owners, order, window and hash for each group of parameters.
-
-    A run measures alpha and beta, and reorders some operations by measured times. Its directory contains the final schedule. The
-    sizes of slices do not depend on measurements.
+    The command prints slices, owners, order, window and hash for each group of parameters. A run measures alpha and beta, and
+    reorders some operations by measured times, but keeps the slices. Its directory contains the final schedule.
     """
     task = _task(**job)
     from hpctrain.cli import plan_tables

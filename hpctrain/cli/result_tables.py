@@ -144,7 +144,7 @@ _AT_ONCE = 16  # number of pictures printed together
 
 
 def print_lines(predictions: Predictions, *, visible: bool) -> list[Path]:
-    """Print a JSON object for each picture as soon as it is predicted; return the files without a prediction. Collective."""
+    """Print a JSON object for each picture once it is predicted, if `visible`; return the files without one. Collective."""
     broken = []
     for picture in predictions.answers:
         if picture.error is not None:
@@ -162,7 +162,7 @@ def _plain_picture(picture: PredictedPicture) -> dict[str, object]:
 
 
 def write_predictions(predictions: Predictions, *, path: Path, visible: bool) -> list[Path]:
-    """Write a CSV file with a row per picture, and return the pictures without a prediction. Collective.
+    """Write a CSV file with a row per picture, if `visible`; return the pictures without a prediction. Collective.
 
     The file is written once all pictures are predicted. A row has the path of the picture, its classes by decreasing probability,
     and an error, which is empty for predicted pictures.
@@ -186,7 +186,7 @@ def write_predictions(predictions: Predictions, *, path: Path, visible: bool) ->
 
 
 def print_table(predictions: Predictions, *, visible: bool) -> list[Path]:
-    """Print the most probable classes of each picture, one per line, and return the unreadable files. Collective."""
+    """Print the most probable classes of each picture, one per line, if `visible`; return the unreadable files. Collective."""
     broken = []
     form = _Form(predictions.class_names)
     if visible:

@@ -32,7 +32,7 @@ _NO_WAIT = os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 
 
 def read_at(descriptor: int, out: memoryview, at: int) -> int:
-    """Fill `out` with the bytes of a file from an offset; return their number, which is smaller only if the file ends."""
+    """Fill `out` with the bytes of a file from offset `at`; return their number, which is smaller only if the file ends."""
     done = 0
     while done < len(out) and (count := os.preadv(descriptor, [out[done:]], at + done)):
         done += count
@@ -40,7 +40,7 @@ def read_at(descriptor: int, out: memoryview, at: int) -> int:
 
 
 def write_at(descriptor: int, data: bytes | memoryview, at: int) -> None:
-    """Write all of `data` to a file, from an offset."""
+    """Write all of `data` to a file, from offset `at`."""
     view = memoryview(data)
     while view:
         count = os.pwrite(descriptor, view, at)

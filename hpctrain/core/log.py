@@ -54,7 +54,7 @@ class RankLog(logging.Handler):
         self.add(self.format(record))
 
     def add(self, line: str) -> None:
-        """Write one or more formatted lines."""
+        """Queue one or more formatted lines for the file."""
         self._dropped += len(self._waiting) == MOST_WAITING
         self._waiting.append(escaped(line, keep="\n\t"))
         self._wake.set()

@@ -38,7 +38,7 @@ class Severity(StrEnum):
 
 @dataclass(frozen=True)
 class DoctorFinding:
-    """One finding.
+    """Finding of a check.
 
     Attributes:
         fix: command, setting or short advice.
@@ -142,7 +142,7 @@ class JoinedPlace:
 
 @dataclass(frozen=True)
 class JobView:
-    """The job as seen by judges.
+    """Facts about the job that judges receive.
 
     Attributes:
         library: MPI library with its version and thread level; "" if it could not be started.

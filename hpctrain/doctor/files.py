@@ -155,7 +155,7 @@ _LEAST_BYTES = 16 << 20
 
 @dataclass(frozen=True)
 class ScratchFacts:
-    """One directory of a node.
+    """Outcome of a test write to a local directory of a node.
 
     Attributes:
         variable: environment variable with its path; "" if there is none.

@@ -208,5 +208,5 @@ class RankNotes:
         self.library = ""
 
     def phase(self, phase: str, *, concluded: bool = False) -> None:
-        """Send a note that a phase begins, before or after the rank has reported."""
+        """Send a note that a phase begins; `concluded` states whether the rank has reported."""
         self._notebook.write(Progression(phase, self.facts, self.library, self._config, concluded))

@@ -323,7 +323,7 @@ def gather_start_up(place: OwnPlace) -> float | None:
 
 
 def judge_start_up(job: JobView, facts: Sequence[float | None]) -> list[DoctorFinding]:
-    """Return one finding on the slowest rank."""
+    """Return one finding on the rank that took longest to start."""
     known = present(facts)
     if not known:
         return [fine("Not measured.")]

@@ -55,7 +55,7 @@ class DoctorRank:
         return self.world.rank if self.world is not None and self.world.size > 1 else self.launcher.rank or 0
 
     def abort(self, code: int) -> None:
-        """Abort the whole job."""
+        """End the whole job with exit code `code`, if MPI has started."""
         if self.world is not None:
             self.world.abort(code)
 

@@ -92,7 +92,7 @@ class RankProcess:
         return self.world.rank if self.world is not None else self.launcher.rank or 0
 
     def abort(self, code: int) -> None:
-        """End the whole job."""
+        """End the whole job with exit code `code`, if MPI has started."""
         if self.world is not None:
             self.world.abort(code)
 

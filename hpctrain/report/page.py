@@ -177,7 +177,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Table:
-    """A table.
+    """Table of a page.
 
     Attributes:
         numbers: indices of the columns of numbers.
@@ -195,7 +195,7 @@ class Table:
 
 @dataclass(frozen=True)
 class PagePart:
-    """A part of a page.
+    """Part of a page: figures, tables and sentences.
 
     Attributes:
         key: word that identifies the part.
@@ -211,13 +211,13 @@ class PagePart:
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is nothing to show."""
+        """Whether the part has nothing to show."""
         return not (self.drawings or self.tables or self.results or self.sentences)
 
 
 @dataclass(frozen=True)
 class Page:
-    """A report.
+    """Contents of a report.
 
     Attributes:
         names: names of its runs, in the order of their numbers.
@@ -251,7 +251,7 @@ def _data_url(kind: str, content: bytes) -> str:
 
 
 def report_page(records: Sequence[RunRecord], results: Sequence[JudgedSet] = ()) -> Page:
-    """Return the report on runs."""
+    """Return the contents of the report on runs, with the evaluations of some of them."""
     records = _with_short_names(records)
     names = tuple(record.name for record in records)
     judged = results[0].split if results else "test"

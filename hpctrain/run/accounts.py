@@ -44,11 +44,7 @@ def step_times(session: Session, setup: TrainingSetup) -> StepTimes:
 
 
 def finish_steps(session: Session, times: StepTimes, reporter: Reporter, step: int) -> None:
-    """Report and record the step times, unless the run had too few steps. Collective over the world.
-
-    Args:
-        step: global step at the end of the run.
-    """
+    """Report and record the step times of a run that ends at global step `step`, unless it had too few steps. Collective."""
     parts = steps_over_ranks(session.world, times.measured())
     if parts is not None:
         choice = session.resolved.choice
@@ -58,7 +54,7 @@ def finish_steps(session: Session, times: StepTimes, reporter: Reporter, step: i
 
 
 def steps_over_ranks(world: Communicator, mine: StepParts | None) -> StepParts | None:
-    """Return the mean over ranks of each part of a step, and the lowest number of steps; None after too few steps. Collective."""
+    """Return the mean over ranks of each part in `mine`, and the lowest number of steps; None after too few steps. Collective."""
     of_ranks = [one for one in world.allgather_object(mine) if one is not None]
     if len(of_ranks) < world.size or min(one.steps for one in of_ranks) < FEWEST_STEPS:
         return None
@@ -68,7 +64,7 @@ def steps_over_ranks(world: Communicator, mine: StepParts | None) -> StepParts |
 
 
 def step_line(measured: StepParts, predicted: PredictedStep | None = None) -> str:
-    """Return the line on the parts of a step. Parts that round to 0 are omitted."""
+    """Return the line on the measured parts of a step and on its predicted time, if any. Parts that round to 0 are omitted."""
     digits = decimals(measured.seconds)
     parts = {
         "compute and Python": measured.work_seconds,
@@ -89,11 +85,7 @@ def decimals(seconds: float) -> int:
 
 
 def step_facts(measured: StepParts, step: int, predicted: PredictedStep | None = None) -> dict[str, object]:
-    """Return the record of the step times for the metrics.
-
-    Args:
-        step: global step at the end of the run.
-    """
+    """Return the record of the step times for the metrics; the run ends at global step `step`."""
     account: dict[str, object] = {
         "step": step,
         "steps": measured.steps,
@@ -163,11 +155,7 @@ def memory_line(peak: PeakMemory, ranks: int) -> str:
 
 
 def memory_facts(peak: PeakMemory, step: int) -> dict[str, object]:
-    """Return the record of the peak memory for the metrics.
-
-    Args:
-        step: global step at the end of the run.
-    """
+    """Return the record of the peak memory for the metrics; the run ends at global step `step`."""
     values: dict[str, object] = {"step": step, "peak_bytes": peak.most_bytes, "rank": peak.rank, "mean_bytes": peak.mean_bytes}
     if peak.device_bytes is not None:
         values["device_bytes"] = peak.device_bytes
@@ -291,7 +279,7 @@ class ReadReport(Observer):
 
 
 def reads_line(total: Mapping[str, int]) -> str:
-    """Return the line on the number of samples read from each source."""
+    """Return the line on the number of samples read from each source; `total` has them and their bytes by name."""
     parts = [
         f"{total[f'{name}_samples']:,} {text} ({size_text(total[f'{name}_bytes'])})"
         for name, text in _WORDS.items()

@@ -55,10 +55,10 @@ _TIMING_SECONDS = 20.0
 
 @dataclass(frozen=True)
 class BestCandidate:
-    """Outcome of a search.
+    """Fastest grid, plan and averager that a search has found.
 
     Attributes:
-        candidate: fastest candidate.
+        candidate: grid, plan and averager.
         prediction: its predicted step.
         next_best: description of the second-best candidate with its step time; "" if there was only one.
         machine: machine that was measured for the search; None if it was read from a file.

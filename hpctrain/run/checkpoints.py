@@ -75,7 +75,7 @@ class StepEvaluation:
 
     @classmethod
     def of(cls, position: Position, sums: RunningSums) -> StepEvaluation:
-        """Return the evaluation at a position."""
+        """Return the evaluation of the state at a position, from the sums over the evaluated set."""
         means = {name: value if math.isfinite(value) else None for name, value in sums.means().items()}
         return cls(position.global_step, position.epoch, **means)
 
@@ -85,7 +85,7 @@ class StepEvaluation:
         return value
 
     def to_meta(self) -> dict[str, Any]:
-        """Return the fields for a checkpoint's metadata."""
+        """Return the fields by name, for a checkpoint's metadata."""
         return asdict(self)
 
     def text(self, measure: str, evaluated: str) -> str:
@@ -183,6 +183,8 @@ class BestCheckpoint:
 
         Args:
             start: checkpoint to resume from, already verified.
+            meta: its metadata.
+            changed: keys of the configuration whose values differ from those in the checkpoint.
             evaluates: whether the run first evaluates `start`, which was written before its evaluation. If so, the best
                 checkpoint is verified after that evaluation, because the run may have deleted it in favour of `start`.
         """

@@ -201,7 +201,7 @@ def trained_replica(
 def build_setup(
     session: Session, path: Path, content: CheckpointContent, split: Split, *, averaged: bool = False, flip: bool = False
 ) -> EvaluationSetup:
-    """Build a rank's share of the evaluation of a checkpoint on a configured set. Collective.
+    """Build a rank's share of the evaluation of a checkpoint on a configured set; see `run_evaluation`. Collective.
 
     Raises:
         CheckpointError, DataError, ShapeError: as for `run_evaluation`.
@@ -249,7 +249,7 @@ def with_loaders(session: Session, images: Images, replica: Replica, batch: int,
 
 @dataclass(frozen=True)
 class JudgedImage:
-    """One image of an evaluated set.
+    """Image of an evaluated set, with its true and its predicted class.
 
     Attributes:
         number: number of the image in the file.
@@ -400,7 +400,7 @@ class PredictedPicture:
 
 @dataclass(frozen=True)
 class Predictions:
-    """Results of a request.
+    """Results of a `PredictionRequest`.
 
     Attributes:
         checkpoint: path of the checkpoint.

@@ -43,6 +43,9 @@ def choose_transport(
 ) -> tuple[Transport, tuple[str, ...]]:
     """Return the transport, and the line of the run's log with the reason; no line if no messages are sent. Collective.
 
+    Args:
+        found: result of `try_transport` on this rank.
+
     Raises:
         ConfigError: a transport between GPUs is configured without GPUs; on every rank.
         BackendError: MPI, NCCL or the GPUs do not support the configured transport; on every rank.

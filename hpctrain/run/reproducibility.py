@@ -142,7 +142,7 @@ def check_same_record(world: Communicator, present: Mapping[str, str]) -> None:
 
 
 def check_kept_record(world: Communicator, meta: Mapping[str, Any], present: Mapping[str, str], place: str) -> None:
-    """Check that the reproducibility record equals the checkpoint's. Collective.
+    """Check that the reproducibility record `present` equals that in a checkpoint's metadata `meta`. Collective.
 
     Raises:
         CheckpointError: a value differs from the checkpoint's or is missing there; on every rank.

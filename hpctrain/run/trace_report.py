@@ -108,6 +108,8 @@ def report_compute_only(
 
     Args:
         table: time table of this rank's steps.
+        exchange: measured exchange of the gradients.
+        about: conditions of the measurement, which are written into the file.
     """
     of_ranks = session.world.allgather_object((table.median_step_seconds, table.total.messages_seconds))
     per_rank = [float(seconds) for seconds, _ in of_ranks]

@@ -82,7 +82,7 @@ class MaxTime:
 
 
 def max_time(configured: float | str | None, environ: Mapping[str, str] = os.environ, *, in_program: bool = False) -> MaxTime:
-    """Return the limit of `max_time`: a duration, or the time until the Slurm job ends.
+    """Return the limit for the configured `max_time`: a number of seconds, or "slurm" for the time until the Slurm job ends.
 
     The duration starts with this process or, in a Python program, which may train several times, with this call.
 
@@ -180,6 +180,7 @@ def run_training(
     that rank 0 holds. No other job writes to the run meanwhile.
 
     Args:
+        watch: watch of signals, which end the run early.
         resume: source of the checkpoint, see `find_start`; None: start a new run.
         steps: number of steps to train; 0: no limit.
         style: display of the progress, see `ConsoleReporter`; "none" prints only warnings and errors.
@@ -226,7 +227,7 @@ class _Request:
 
 @dataclass(frozen=True)
 class RunEnd:
-    """End of a run.
+    """How a run ended: its directory, its outcome, and the reason of an early end.
 
     Attributes:
         reason: signal or time limit that ended the run early, after a checkpoint was written; None: neither did.

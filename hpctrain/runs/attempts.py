@@ -32,7 +32,7 @@ class RunTraces:
         self._jobs = {records[0].job for records in self._records()}
 
     def look(self) -> AttemptOutcome:
-        """Return what the latest attempt has left."""
+        """Return the newest checkpoint, the last step and the first finding of the attempt since the previous call."""
         stored = list(self._checkpoints())
         written = [one for one in stored if self._seen.get(one.path) != one.version]
         self._seen = {one.path: one.version for one in stored}

@@ -42,7 +42,7 @@ def side_by_side(of_runs: Sequence[Mapping[str, str]]) -> tuple[ComparedSetting,
 
 
 def differences(of_runs: Sequence[Mapping[str, str]]) -> tuple[ComparedSetting, ...]:
-    """Return the keys whose values differ."""
+    """Return the keys whose values differ between the runs."""
     return tuple(setting for setting in side_by_side(of_runs) if setting.differs)
 
 
@@ -70,7 +70,7 @@ class SameBits:
     by: str = "checkpoints"
 
     def sentence(self, names: Sequence[str]) -> str:
-        """Return the result as a sentence."""
+        """Return the result as a sentence; `names` are those of all compared runs."""
         name, first = names[self.run], names[0]
         if self.reason:
             return f"{name}: {self.reason}"
@@ -93,7 +93,7 @@ class Comparison:
     bits: tuple[SameBits, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """Return the comparison as plain values."""
+        """Return the comparison as plain values for JSON."""
         return {
             "runs": [{"name": name, **asdict(figures)} for name, figures in zip(self.names, self.summaries, strict=True)],
             "configuration": {setting.key: list(setting.values) for setting in self.configuration},
@@ -103,7 +103,7 @@ class Comparison:
 
 
 def compared(paths: Sequence[Path]) -> Comparison:
-    """Compare runs.
+    """Return the comparison of the runs in these directories.
 
     Raises:
         CheckpointError, DataError: see `read_runs`.

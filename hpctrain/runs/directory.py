@@ -160,7 +160,7 @@ class RunDirectory:
 
     @classmethod
     def open(cls, path: Path) -> RunDirectory:
-        """Return an existing run.
+        """Return the run in the existing directory `path`.
 
         Raises:
             CheckpointError: `path` does not exist, is not a run directory, cannot be read, or has another version of the format.

@@ -61,7 +61,7 @@ class Bookkeeping:
         return True
 
     def lost(self, what: str, extent: str) -> None:
-        """Log that records are lost.
+        """Log that records of the files `what` are lost.
 
         Args:
             extent: amount, for example "3 lines".

@@ -52,7 +52,7 @@ class RunRecord:
 
 
 def read_runs(paths: Sequence[Path]) -> tuple[RunRecord, ...]:
-    """Return the records of runs.
+    """Return the contents of run directories.
 
     Raises:
         CheckpointError: a directory is not a run directory.
@@ -190,7 +190,7 @@ class Summary:
 
 
 def summary(record: RunRecord) -> Summary:
-    """Return the figures of a run."""
+    """Return the main figures of a run."""
     records = record.state.records
     evaluations = record.state.of_kind("evaluation")
     latest = {evaluated_set(entry): entry for entry in (*evaluations, *record.state.of_kind("test"))}
@@ -377,7 +377,7 @@ def panels(records: Sequence[RunRecord]) -> tuple[Panel, ...]:
 
 
 def thinned(xs: Sequence[float], ys: Sequence[float], most: int = MOST_POINTS) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return at most `most` points, in order: both ends, and the minimum and maximum of each stretch."""
+    """Return at most `most` of the points (xs, ys), in order: both ends, and the minimum and maximum of each stretch."""
     if len(xs) <= most:
         return tuple(xs), tuple(ys)
     values = np.asarray(ys)

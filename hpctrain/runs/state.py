@@ -26,7 +26,7 @@ from hpctrain.runs.owner import living_owner
 
 @dataclass(frozen=True)
 class RunEvent:
-    """Event of a run.
+    """Unusual event of a run.
 
     Attributes:
         time: seconds of the wall clock.

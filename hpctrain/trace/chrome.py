@@ -131,7 +131,7 @@ _SECONDS = 1e-6
 
 @dataclass(frozen=True)
 class StepLanes:
-    """One step of one rank.
+    """Intervals of a rank's activities in one step.
 
     Attributes:
         begin_seconds: begin of the step, in seconds after the earliest begin of all ranks.

@@ -152,7 +152,7 @@ class Row:
 
 @dataclass(frozen=True)
 class TimeTable:
-    """All rows, and their total.
+    """Table of the time of a step: all rows, and their total.
 
     Attributes:
         left_over_seconds: time in no recorded event.
@@ -225,7 +225,7 @@ def counted_steps(events: Events, skip: int = 1) -> Intervals:
 
 
 def tabulate(events: Events, skip: int = 1) -> TimeTable | None:
-    """Return the table of one rank, without `late`; None if no whole step was recorded."""
+    """Return the table of one rank, without `late`; None if no whole step was recorded. `skip` is that of `counted_steps`."""
     window = counted_steps(events, skip)
     steps = len(window[0])
     if steps == 0:

@@ -112,7 +112,7 @@ class Tracer:
         return self._count
 
     def add(self, category: int, name: str, start_ns: int, stop_ns: int, track: str = "", number: int = 0) -> None:
-        """Record one event."""
+        """Record one event, which lasted from `start_ns` to `stop_ns` on the tracer's clock."""
         position = self._count
         if position == self.capacity:
             self.dropped += 1
