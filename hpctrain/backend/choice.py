@@ -46,7 +46,7 @@ class NodePlace:
 def make_device(precision: Precision, place: NodePlace) -> Device:
     """Return this rank's device for computation in `precision`.
 
-    A rank that sees one GPU uses it, since schedulers may give each rank its own. A rank that sees several GPUs uses the one
+    A rank that sees one GPU uses it, since schedulers may assign one GPU to each rank. A rank that sees several GPUs uses the one
     whose index is the rank's number on the node.
 
     Raises:
@@ -209,10 +209,10 @@ class Backend:
 def make_backend(
     name: str = "auto", dtype: str = "float32", precision: str = "float32", place: NodePlace | None = None
 ) -> Backend:
-    """Return the backend of that name.
+    """Return the backend of this name.
 
     For dtype "float32", "auto" selects a GPU if one can be used, otherwise oneDNN if its library loads, otherwise NumPy. It never
-    selects NumPy for precision "bfloat16". For dtype "float64", it selects NumPy. It logs the choice.
+    selects NumPy for precision "bfloat16". For dtype "float64", it selects NumPy. The choice is logged.
 
     Args:
         dtype: dtype of parameters, and of activations at precision "float32": "float32" or "float64".

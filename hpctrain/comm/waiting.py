@@ -29,7 +29,7 @@ class WaitPolicy:
     """Rules by which a wait changes from polling to sleeping. All times are in seconds.
 
     A wait first polls and yields its core after each poll, for `offering_seconds`; this is as fast as spinning if no other
-    process needs the core. Then it sleeps between polls, so that a slow rank gets the core.
+    process needs the core. Then it sleeps between polls, so that a slow rank can use the core.
 
     Attributes:
         offering_seconds: duration of polling without sleep.

@@ -135,8 +135,8 @@ def fetch(
             set's public address.
 
     Raises:
-        DataError: no source has the files (the message explains how to get them), a file has another checksum, or existing files
-            of these names have other classes.
+        DataError: no source has the files (the message explains how to obtain them), a file has another checksum, or existing
+            files of these names have other classes.
     """
     with system_errors_as(f"{data_set.title} cannot be written to {out}"):
         if sources is None:

@@ -349,7 +349,7 @@ class Pipeline:
         return out
 
     def unfinished(self, images: np.ndarray, sample_ids: np.ndarray, epoch: int, out: np.ndarray) -> PixelBatch:
-        """Return the batch of images (N, H, W, C) as pixels, with the last steps left for a kernel set. Requires `can_defer`.
+        """Return the batch of images (N, H, W, C) as pixels, with the last steps left for a kernel set. `can_defer` must be True.
 
         Args:
             out: uint8 (N, *stored_shape), output for the pixels; `images` itself if the pipeline `keeps_pixels`.

@@ -153,7 +153,7 @@ class FlightRecorder:
 
         Args:
             job: number shared by the ranks of one start, larger than that of any earlier start.
-            deadline_seconds: seconds without progress after which the process gives up.
+            deadline_seconds: seconds without progress after which the process ends the job.
             met_ns: current time of rank 0's wall clock. All records then use this clock, because the nodes' clocks differ.
         """
         words = self._ring.words

@@ -70,7 +70,7 @@ class Word(IntEnum):
     SENTENCE = 19
     POSTED = 20  # number of operations so far
     NAMES = 21  # number of bytes used in the table of names
-    DEADLINE = 22  # nanoseconds without progress after which the process gives up
+    DEADLINE = 22  # nanoseconds without progress after which the process ends the job
     BLAMED = 23  # name with the ranks that caused the end, if known
     PHASES = 24  # number of collective phases that the process has entered
     LATEST_PHASES = 25  # names of the latest phases: phase n at n modulo `PHASES_KEPT` from here, up to the head's last word

@@ -72,7 +72,7 @@ _V2_MOUNTS = (Path("/sys/fs/cgroup"), Path("/sys/fs/cgroup/unified"))
 def cpu_quota(root: Path = Path("/")) -> float | None:
     """Return the limit of this process's processor time in CPUs, the minimum over its control group and the ancestors.
 
-    The result is None without a limit. More threads use up the limit early, and all then wait until the next period.
+    The result is None without a limit. More threads than that use up the limit early, and all then wait until the next period.
     """
     return min(_quotas(root), default=None)
 

@@ -268,7 +268,7 @@ class _Rank:
     """The rank from the keeper's view.
 
     Attributes:
-        mark, record: as for `keep`.
+        mark, record: those of `keep`.
     """
 
     process: int
@@ -281,7 +281,7 @@ class _Rank:
     launchers: Sequence[WatchedProcess]
 
     def words(self) -> tuple[Path | None, bool]:
-        """Return the path of the rank's latest flight record, and whether its end needs no explanation."""
+        """Return the path of the rank's latest flight record, and whether the rank's end needs no explanation."""
         os.set_blocking(self.receiver, False)
         try:
             messages = os.read(self.receiver, _MESSAGE_BYTES)

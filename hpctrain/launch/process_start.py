@@ -51,7 +51,7 @@ def release() -> None:
 def open_closed_streams() -> None:
     """Open /dev/null for each of the descriptors 0 to 2 that is closed. Call it before any file is opened.
 
-    Otherwise the next file, possibly a checkpoint, would get that number, and messages of MPI, the keeper or a signal would be
+    Otherwise the next file, possibly a checkpoint, would have that number, and messages of MPI, the keeper or a signal would be
     written into it. A stream of Python that is None is replaced. Output streams escape characters that their encoding lacks.
     """
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:

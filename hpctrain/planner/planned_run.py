@@ -152,7 +152,6 @@ def prepare(
     """Put a configuration on a grid, and determine everything from which plans follow.
 
     Args:
-        config: configuration.
         ranks: number of ranks; None: the size of the configured grid.
         image: (H, W, C) of the network's input; None: from the header of the training file, or the model's default without a
             file.

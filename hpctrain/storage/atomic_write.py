@@ -135,8 +135,8 @@ def remove_unfinished(path: Path) -> None:
 def publish(partial: Path, path: Path) -> None:
     """Rename a complete, synchronised file to `path`, and synchronise the directory.
 
-    The file gets the permissions of the file that it replaces. If that file is another user's, it does not become writable for
-    everyone.
+    The file receives the permissions of the file that it replaces. If that file is another user's, it does not become writable
+    for everyone.
 
     Raises:
         OSError: `path` exists and is not a regular file, or it is a link.

@@ -73,7 +73,7 @@ def remove_left(
 
 
 def _is_left(name: str, own: str | None) -> bool:
-    """Return whether a name is that of an unfinished checkpoint: of a run, or of the checkpoint named `own` if it is given."""
+    """Return whether a name is that of an unfinished checkpoint of a run, or of the checkpoint `own` if it is not None."""
     match = _LEFT.fullmatch(name)
     if match is None:
         return False

@@ -129,7 +129,7 @@ class StoreFile(io.RawIOBase):
         os.fsync(self._descriptor)
 
     def close(self) -> None:
-        """Close the file, once, without waiting for the disk. Without a preceding `finish` the file is unreadable."""
+        """Close the file, unless it is closed, without waiting for the disk. Without a preceding `finish` it is unreadable."""
         if not self.closed:
             super().close()
             os.close(self._descriptor)

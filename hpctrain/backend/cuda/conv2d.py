@@ -226,7 +226,7 @@ class CudaPatchConv2d(_Products):
 
     A kernel copies the patch of x under each window to a row of `patches`, whose width is a multiple of a pack. Forward saves the
     patches for the weight's gradient. Their size is about that of x times the ratio of the window's area to the stride's area:
-    3.8 MB for an image of 224 x 224 in bfloat16, with 7 x 7 windows and stride 2. The input gets no gradient.
+    3.8 MB for an image of 224 x 224 in bfloat16, with 7 x 7 windows and stride 2. The input has no gradient.
     """
 
     def __init__(self, spec: Conv2dSpec, x: TensorSpec, *, training: bool, runtime: CudaRuntime, arithmetic: Arithmetic) -> None:

@@ -408,7 +408,7 @@ def _address(array: np.ndarray) -> int:
 def _load_libraries() -> tuple[ctypes.CDLL, Any]:
     """Load cuBLAS and NVRTC. Return cuBLAS's library and CuPy's module for NVRTC.
 
-    CuPy finds them in wheels and toolkits. cuDNN, which uses both, later opens them by name and gets the loaded ones.
+    CuPy finds them in wheels and toolkits. cuDNN, which uses both, later opens them by name and finds the loaded ones.
 
     Raises:
         BackendError: one of them is missing.

@@ -1,8 +1,8 @@
 """The CUDA sources of this package: their names, their self-contained texts, and their binaries by NVRTC.
 
-Compilers get a text that includes no other files. Binaries are cached in the user's cache directory. CuPy's own compiler is not
-used: it appends `-ftz=true`, which flushes subnormal numbers to zero, and it needs the headers of CUDA's runtime, which come in a
-separate package.
+Compilers receive a text that includes no other files. Binaries are cached in the user's cache directory. CuPy's own compiler is
+not used: it appends `-ftz=true`, which flushes subnormal numbers to zero, and it needs the headers of CUDA's runtime, which come
+in a separate package.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ class OperatorRate:
 
     Attributes:
         weight_bytes_per_second: rate of bytes of weights; None: they count as other bytes.
-        transposed_bytes_per_second: rate of transposing copies of weights; None: as other bytes.
+        transposed_bytes_per_second: rate of transposing copies of weights; None: they count as other bytes.
         winograd_flops_per_second: rate of Winograd convolutions; None: they take as long as direct ones.
     """
 

@@ -75,13 +75,13 @@ class RateFields(Section):
     bytes_per_second: Number = Field(gt=0, description="Number of bytes read and written per second.")
     call_seconds: Number = Field(ge=0, description="Time of a call without its work, in seconds.")
     weight_bytes_per_second: Number | None = Field(
-        default=None, gt=0, description="Number of bytes of weights read, written or copied per second; null: as other bytes."
+        default=None, gt=0, description="Bytes of weights read, written or copied per second; null: they count as other bytes."
     )
     transposed_bytes_per_second: Number | None = Field(
-        default=None, gt=0, description="Number of bytes per second of transposing copies of weights; null: as other bytes."
+        default=None, gt=0, description="Bytes per second of copies that transpose weights; null: they count as other bytes."
     )
     winograd_flops_per_second: Number | None = Field(
-        default=None, gt=0, description="Number of operations per second by Winograd; null: as long as direct convolutions."
+        default=None, gt=0, description="Operations per second by Winograd; null: they take as long as direct convolutions."
     )
 
     def rate(self) -> OperatorRate:
