@@ -9,20 +9,10 @@ from hpctrain.backend.graph import Graph, GraphBuilder, fuse
 from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
 from hpctrain.backend.operators import (
     Accumulating,
-    AnyArrays,
     Array,
-    CallsHost,
-    DeferredStart,
-    FollowsOperator,
     InPlace,
-    InputView,
-    JointBackward,
     Operator,
-    OutputReadOnce,
-    ParameterCopies,
-    RecomputedOutput,
     StepContext,
-    SufficientFactors,
     checked_labels,
 )
 from hpctrain.backend.specs import (
@@ -46,10 +36,6 @@ CONVOLUTION = Conv2dSpec(8, 8, Window((3, 3), (1, 1), (1, 1, 1, 1)))
 
 NORM = BatchNormSpec(8)
 
-ABILITIES = (
-    *(AnyArrays, InPlace, InputView, Accumulating, OutputReadOnce, JointBackward, DeferredStart, RecomputedOutput),
-    *(SufficientFactors, ParameterCopies, FollowsOperator, CallsHost),
-)
 
 WEIGHT = {"weight": "weight"}
 
@@ -205,12 +191,6 @@ def test_an_operator_without_abilities_computes_the_same_in_more_buffers() -> No
     (plain, more), (able, less) = _gradients(_WithPlainRelu()), _gradients(NumpyKernelSet())
     np.testing.assert_array_equal(plain, able)
     assert more > less
-
-
-@pytest.mark.parametrize("ability", ABILITIES, ids=lambda ability: ability.__name__)
-def test_an_ability_alone_is_no_operator_and_needs_no_constructor(ability: type) -> None:
-    assert not issubclass(ability, Operator)
-    ability()
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.int32, np.int64, np.uint64])

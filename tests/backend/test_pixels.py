@@ -75,14 +75,6 @@ def test_filtered_ways_are_pillows(height: int, width: int, made_height: int, ma
     np.testing.assert_array_equal(made, _pillow(image, made_height, made_width))
 
 
-@given(LENGTHS, LENGTHS, st.integers(0, 60), st.integers(0, 60), CHANNELS, st.integers(0, 2**20))
-@settings(max_examples=amount(50, 150), deadline=None)
-def test_ways_that_grow_are_opencvs(height: int, width: int, more_rows: int, more_columns: int, channels: int, seed: int) -> None:
-    image = _image(seed, height, width, channels)
-    size = height + more_rows, width + more_columns
-    np.testing.assert_array_equal(resized(image, size, interpolates=True), _opencv(image, *size))
-
-
 @given(LENGTHS, LENGTHS, LENGTHS, LENGTHS, CHANNELS, st.integers(0, 2**20))
 @settings(max_examples=amount(50, 150), deadline=None)
 def test_one_way_may_shrink_and_one_grow(

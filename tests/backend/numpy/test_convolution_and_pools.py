@@ -1,4 +1,4 @@
-"""Convolution and pooling: against loops over the definition, itself in chunks, and images without pixels."""
+"""Convolution and pooling: against loops over the definition, PyTorch's, itself in chunks, and images without pixels."""
 
 import numpy as np
 import pytest
@@ -253,6 +253,33 @@ def test_gradient_equals_the_definition(case: tuple[PoolSpec, tuple[int, ...]], 
     start = np.random.default_rng(2).standard_normal(shape)
     expected = direct_gradient(spec, x, dy) + (start if accumulate else 0)
     assert_close(bench.backward(dy, [start]).inputs[0], expected, 1e-12, str(spec))
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("kind", ["max", "average"])
+@pytest.mark.parametrize("ceil_mode", [False, True])
+@pytest.mark.parametrize("include", [False, True])
+@pytest.mark.parametrize("size", [(7, 9), (8, 6), (15, 5)])
+@pytest.mark.parametrize(
+    ("kernel", "stride", "padding"),
+    [((3, 3), (2, 2), (1, 1)), ((2, 2), (2, 2), (0, 0)), ((3, 2), (1, 3), (1, 1)), ((5, 5), (3, 3), (2, 2))],
+)
+def test_pool_equals_torchs(kind: str, ceil_mode: bool, include: bool, size, kernel, stride, padding) -> None:
+    """With few values, for the ties that follow a ReLU."""
+    torch = pytest.importorskip("torch")
+    x = np.random.default_rng(0).integers(0, 3, (2, *size, 3)).astype(np.float64)
+    theirs = torch.tensor(x.transpose(0, 3, 1, 2).copy(), requires_grad=True)
+    if kind == "max":
+        y = torch.nn.functional.max_pool2d(theirs, kernel, stride, padding, ceil_mode=ceil_mode)
+    else:
+        y = torch.nn.functional.avg_pool2d(theirs, kernel, stride, padding, ceil_mode, include)
+    dy = np.random.default_rng(9).standard_normal(y.shape)
+    y.backward(torch.tensor(dy))
+    window = Window(kernel, stride, (padding[0], padding[0], padding[1], padding[1]))
+    bench = OperatorBench(KERNELS, PoolSpec(kind, window, ceil_mode, include), [x])
+    assert_close(bench.forward(), y.detach().numpy().transpose(0, 2, 3, 1), 1e-11, "output")
+    found = bench.backward(dy.transpose(0, 2, 3, 1).copy()).inputs[0]
+    assert_close(found, theirs.grad.numpy().transpose(0, 2, 3, 1), 1e-10, "input gradient")
 
 
 @pytest.mark.parametrize("kind", ["max", "average"])

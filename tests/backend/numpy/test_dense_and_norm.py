@@ -1,7 +1,5 @@
 """Batch norm, linear layers and the loss: definitions, central differences, extreme numbers, labels, several ranks."""
 
-import threading
-
 import numpy as np
 import pytest
 
@@ -9,6 +7,7 @@ from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
 from hpctrain.backend.operators import LossSums, MixedLabels, StepContext
 from hpctrain.backend.specs import BatchNormSpec, LinearSpec, SoftmaxCrossEntropySpec
 from hpctrain.core.errors import DataError
+from hpctrain.parallel.groups import RankStatistics
 from hpctrain.testing.operators import (
     Gradients,
     OperatorBench,
@@ -17,6 +16,8 @@ from hpctrain.testing.operators import (
     default_parameters,
     numerical_gradient,
 )
+from hpctrain_testing.virtual.communicator import ThreadCommunicator
+from hpctrain_testing.virtual.run import run_virtual, virtual_engine
 
 KERNELS = NumpyKernelSet()
 
@@ -118,59 +119,6 @@ def test_a_large_mean_costs_no_digits(unlike: bool) -> None:
     np.testing.assert_allclose(bench.statistics["batch_var"], flat.var(0, ddof=1), rtol=1e-5)
 
 
-class RankMerger:
-    """Merges among threads that act as ranks, by the formulas of the protocol's docstring."""
-
-    def __init__(self, ranks: int) -> None:
-        self.barrier = threading.Barrier(ranks)
-        self.parts: list = [None] * ranks
-
-    def of(self, rank: int) -> "RankView":
-        return RankView(self, rank)
-
-    def exchange(self, rank: int, part: object) -> list:
-        self.parts[rank] = part
-        self.barrier.wait(timeout=20)
-        parts = list(self.parts)
-        self.barrier.wait(timeout=20)
-        return parts
-
-
-class RankView:
-    def __init__(self, shared: RankMerger, rank: int) -> None:
-        self.shared, self.rank, self.calls = shared, rank, []
-
-    def merge(self, count: int, mean: np.ndarray, m2: np.ndarray) -> int:
-        self.calls.append("merge")
-        parts = self.shared.exchange(self.rank, (count, mean.copy(), m2.copy()))
-        total = sum(part[0] for part in parts)
-        mean[:] = sum(part[0] * part[1] for part in parts) / max(total, 1)
-        m2[:] = sum(part[2] + part[0] * (part[1] - mean) ** 2 for part in parts)
-        return total
-
-    def sum(self, values: np.ndarray) -> None:
-        self.calls.append("sum")
-        values[:] = sum(self.shared.exchange(self.rank, values.copy()))
-
-
-def run_ranks(spec: BatchNormSpec, parts: list[np.ndarray], grads: list[np.ndarray]) -> list[tuple]:
-    shared, results = RankMerger(len(parts)), [None] * len(parts)
-
-    def rank(i: int) -> None:
-        merger = shared.of(i)
-        bench = OperatorBench(KERNELS, spec, [parts[i]], parameters=default_parameters(spec, "float64"), merger=merger)
-        y = bench.forward()
-        results[i] = (y, bench.backward(grads[i]), bench.statistics, merger.calls)
-
-    threads = [threading.Thread(target=rank, args=(i,)) for i in range(len(parts))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=60)
-    assert all(result is not None for result in results)
-    return results
-
-
 @pytest.mark.parametrize("counts", [(3, 4), (5, 0, 2), (0, 7, 0), (1, 1, 1, 4, 0)])
 def test_synchronised_ranks_equal_one(counts: tuple[int, ...]) -> None:
     """Outputs, input gradients and statistics are those of all samples; parameter gradients are this rank's sums only."""
@@ -179,13 +127,20 @@ def test_synchronised_ranks_equal_one(counts: tuple[int, ...]) -> None:
     y = whole.forward()
     expected: Gradients = whole.backward(dy)
     ends = np.cumsum(counts)[:-1]
-    results = run_ranks(BatchNormSpec(5, synchronised=True), np.split(x, ends), np.split(dy, ends))
+    parts, grads = np.split(x, ends), np.split(dy, ends)
+
+    def rank(comm: ThreadCommunicator) -> tuple[np.ndarray, Gradients, dict[str, np.ndarray]]:
+        merger = RankStatistics(comm, virtual_engine(comm))
+        spec = BatchNormSpec(5, synchronised=True)
+        bench = OperatorBench(KERNELS, spec, [parts[comm.rank]], parameters=affine(), merger=merger)
+        return bench.forward(), bench.backward(grads[comm.rank]), bench.statistics
+
+    results = run_virtual(len(counts), rank)
     assert_close(np.concatenate([result[0] for result in results]), y, 1e-12, "outputs")
     assert_close(np.concatenate([result[1].inputs[0] for result in results]), expected.inputs[0], 1e-12, "input gradients")
     for role in ("weight", "bias"):
         assert_close(sum(result[1].parameters[role] for result in results), expected.parameters[role], 1e-12, role)
     for result in results:
-        assert result[3] == ["merge", "sum"], "every rank calls the merger once in each direction"
         for role in ("batch_mean", "batch_var"):
             assert_close(result[2][role], whole.statistics[role], 1e-12, role)
 

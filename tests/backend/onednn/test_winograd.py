@@ -14,9 +14,8 @@ from hpctrain.backend.onednn.operator import in_layout
 from hpctrain.backend.onednn.winograd import Chunk, Product, ScratchPlan, Tiling, WeightGradient
 from hpctrain.backend.operators import KernelSet
 from hpctrain.backend.specs import Conv2dSpec, Edges, TensorSpec, Window, WithRelu
+from tests.backend.onednn.test_operators import SAME, arrays, rectified
 from tests.support.kernel_pairs import assert_close, difference, run
-
-SAME = (1, 1, 1, 1)
 
 
 def conv(channels_in: int, channels_out: int, padding: Edges = SAME, *, bias: bool = True) -> Conv2dSpec:
@@ -30,6 +29,13 @@ def chosen(onednn: KernelSet, spec: Conv2dSpec, shape: tuple[int, ...]) -> tuple
     return tuple(way is not None for way in (plan.winograd, plan.winograd_data, plan.weight_gradient))
 
 
+def assert_chosen_and_equal(onednn: KernelSet, reference: KernelSet, spec: Conv2dSpec, shape: tuple[int, ...]) -> None:
+    x, parameters, dy = arrays(spec, shape)
+    assert chosen(onednn, spec, shape) == (True, True, True)
+    ours = run(onednn, spec, [x], parameters=parameters, output_grad=dy, steps=2)
+    assert_close(ours, run(reference, spec, [x], parameters=parameters, output_grad=dy, dtype="float64"))
+
+
 CHUNK_BYTES = {"whole": 1 << 30, "two images": 250_000, "two rows": 50_000, "single rows": 1}
 
 
@@ -40,26 +46,12 @@ def everywhere(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(winograd, "_CHUNK_BYTES", CHUNK_BYTES[request.param])
 
 
-def arrays(spec: Conv2dSpec, shape: tuple[int, ...]) -> tuple[np.ndarray, dict[str, np.ndarray], np.ndarray]:
-    random = np.random.default_rng(0)
-    parameters = {"weight": random.standard_normal(spec.weight_shape) / np.sqrt(9 * spec.channels_in)}
-    if spec.bias:
-        parameters["bias"] = random.standard_normal(spec.channels_out)
-    dy = random.standard_normal(spec.output(TensorSpec(shape)).shape)
-    return random.standard_normal(shape), parameters, dy
-
-
 @pytest.mark.slow
 @pytest.mark.usefixtures("everywhere")
 @pytest.mark.parametrize("padding", [SAME, (0, 0, 0, 0), (0, 2, 1, 0)])
 @pytest.mark.parametrize(("size", "bias"), [((9, 7), True), ((8, 6), False), ((3, 16), True)])
 def test_equals_the_reference(onednn: KernelSet, reference: KernelSet, padding: Edges, size: tuple[int, int], bias: bool) -> None:
-    spec = conv(16, 32, padding, bias=bias)
-    shape = (3, *size, 16)
-    assert chosen(onednn, spec, shape) == (True, True, True)
-    x, parameters, dy = arrays(spec, shape)
-    ours = run(onednn, spec, [x], parameters=parameters, output_grad=dy, steps=2)
-    assert_close(ours, run(reference, spec, [x], parameters=parameters, output_grad=dy, dtype="float64"))
+    assert_chosen_and_equal(onednn, reference, conv(16, 32, padding, bias=bias), (3, *size, 16))
 
 
 @pytest.mark.parametrize("size", [(1, 7), (1, 6), (7, 1)])
@@ -67,12 +59,7 @@ def test_images_of_one_row_or_column_equal_the_reference(
     monkeypatch: pytest.MonkeyPatch, onednn: KernelSet, reference: KernelSet, size: tuple[int, int]
 ) -> None:
     monkeypatch.setattr(Tiling, "pays", lambda self, speed: True)
-    spec = conv(16, 32)
-    shape = (3, *size, 16)
-    assert chosen(onednn, spec, shape) == (True, True, True)
-    x, parameters, dy = arrays(spec, shape)
-    ours = run(onednn, spec, [x], parameters=parameters, output_grad=dy, steps=2)
-    assert_close(ours, run(reference, spec, [x], parameters=parameters, output_grad=dy, dtype="float64"))
+    assert_chosen_and_equal(onednn, reference, conv(16, 32), (3, *size, 16))
 
 
 @pytest.mark.usefixtures("everywhere")
@@ -92,10 +79,7 @@ def test_relu_after_it(onednn: KernelSet, reference: KernelSet) -> None:
     spec = conv(16, 16)
     x, parameters, dy = arrays(spec, (3, 9, 7, 16))
     ours = run(onednn, WithRelu(spec), [x], parameters=parameters, output_grad=dy)
-    before = run(reference, spec, [x], parameters=parameters, output_grad=dy, dtype="float64").output
-    wanted = run(reference, spec, [x], parameters=parameters, output_grad=dy * (before > 0), dtype="float64")
-    wanted.output = np.maximum(before, 0)
-    assert_close(ours, wanted)
+    assert_close(ours, rectified(reference, spec, x, parameters, dy))
 
 
 def forms(size: tuple[int, int], padding: Edges, channels: tuple[int, int]) -> set[tuple[int, int]]:
@@ -153,11 +137,7 @@ def test_errors_are_those_of_float32(onednn: KernelSet, reference: KernelSet, si
 
 
 def test_wide_layers_take_it_and_equal_the_reference(onednn: KernelSet, reference: KernelSet) -> None:
-    spec = conv(128, 128, bias=False)
-    x, parameters, dy = arrays(spec, (8, 14, 14, 128))
-    assert chosen(onednn, spec, x.shape) == (True, True, True)
-    ours = run(onednn, spec, [x], parameters=parameters, output_grad=dy)
-    assert_close(ours, run(reference, spec, [x], parameters=parameters, output_grad=dy, dtype="float64"))
+    assert_chosen_and_equal(onednn, reference, conv(128, 128, bias=False), (8, 14, 14, 128))
 
 
 @pytest.mark.parametrize(
