@@ -367,28 +367,6 @@ def test_a_rank_without_samples_has_zero_gradients(name: str) -> None:
         assert not parameter.grad.any(), parameter_name
 
 
-@pytest.mark.parametrize("name", ["vgg11", "small"])
-def test_gradients_of_a_batch_are_sums_over_its_parts(name: str) -> None:
-    """Without batch norm, which couples samples; with dropout, whose masks follow the samples."""
-    rows, columns, channels = catalogue.image_shape(name)
-    shape = (min(rows, 33), min(columns, 35), channels)
-    options = {"classes": 7, "width": 0.05, "batch_norm": False, "dropout": 0.5}
-    network = Network(catalogue.build(name, options), shape, NumpyKernelSet(), dtype="float64")
-    random = np.random.default_rng(0)
-    x, labels = random.standard_normal((5, *shape)), random.integers(0, 7, 5)
-
-    def gradient(part: slice) -> np.ndarray:
-        program = network.program(len(labels[part]), training=True)
-        program.x[...] = x[part]
-        program.forward(StepContext(sample_ids=np.arange(5)[part]))
-        program.loss(labels[part], 5)
-        program.backward()
-        return network.groups["all"].grad.copy()
-
-    whole, parts = gradient(slice(0, 5)), [gradient(slice(0, 2)), gradient(slice(2, 5))]
-    np.testing.assert_allclose(parts[0] + parts[1], whole, rtol=1e-9, atol=1e-15)
-
-
 def test_check_returns_all_options_with_values_of_their_types() -> None:
     checked = catalogue.check("resnet50", {"width": 2, "synchronised": True})
     assert isinstance(checked["width"], float)

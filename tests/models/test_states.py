@@ -9,15 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
-from hpctrain.backend.operators import StepContext
 from hpctrain.core.errors import CheckpointError
 from hpctrain.models import catalogue
 from hpctrain.models.state_dict import check_finite, check_fits, classes_in, declared_state, is_counter, with_counters
 from hpctrain.nn.initialise import generator
-from hpctrain.nn.network import Network
 from hpctrain.testing.layers import exported_shapes
-from tests.support import network_state
 
 NARROW = {"width": 0.02}
 
@@ -150,52 +146,3 @@ def test_numbers_that_overflow_in_training_are_refused() -> None:
     check_finite(state, "w")
     with pytest.raises(CheckpointError, match=r"a of w holds 1 of 2 numbers that are not finite in float32, the first at \[1\]"):
         check_finite(state, "w", "float32")
-
-
-MODELS = {
-    "vgg11_bn": ({"width": 0.05, "classes": 5}, (37, 33, 3)),
-    "resnet50": ({"width": 0.05, "classes": 5}, (33, 41, 3)),
-    "resnet20": ({"width": 0.25, "classes": 5}, (9, 7, 3)),
-    "small": ({"channels": (3, 5), "hidden": 7, "classes": 5}, (29, 28, 1)),
-}
-
-
-def network_of(name: str, *, seed: int = 0, dtype: str = "float64") -> Network:
-    options, image_shape = MODELS[name]
-    network = Network(catalogue.build(name, options), image_shape, NumpyKernelSet(), dtype=dtype, seed=seed)
-    random = np.random.default_rng(seed)
-    for parameter in network.parameters.values():
-        parameter.data += 0.1 * random.standard_normal(parameter.data.shape)
-    for view in network.statistics.views.values():
-        view[...] = 0.5 + random.random(view.shape)
-    return network
-
-
-def evaluate(network: Network) -> np.ndarray:
-    program = network.program(3, training=False)
-    program.x[...] = np.random.default_rng(7).standard_normal(program.x.shape)
-    logits: np.ndarray = program.forward(StepContext(training=False)).copy()
-    return logits
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_round_trip_is_exact(name: str) -> None:
-    source, target = network_of(name, seed=1), network_of(name, seed=2)
-    expected = evaluate(source)
-    assert not np.array_equal(evaluate(target), expected)
-    state = network_state.export(source) | {"bn1.num_batches_tracked": np.array(5)}
-    assert {key: array.shape for key, array in state.items() if "num_batches" not in key} == exported_shapes(source.model)
-    network_state.restore(target, state)
-    for key, parameter in source.parameters.items():
-        np.testing.assert_array_equal(target.parameters[key].data, parameter.data)
-    np.testing.assert_array_equal(target.statistics.running, source.statistics.running)
-    np.testing.assert_array_equal(evaluate(target), expected)
-
-
-def test_exported_arrays_are_copies() -> None:
-    network = network_of("small")
-    state = network_state.export(network)
-    for array in state.values():
-        array[...] = 0.0
-    assert all(parameter.data.any() for name, parameter in network.parameters.items() if name.endswith("weight"))
-    assert network.statistics.running.all()

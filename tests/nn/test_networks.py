@@ -9,44 +9,18 @@ from hpctrain.backend.graph import Graph, GraphBuilder
 from hpctrain.backend.host_arithmetic import HostArithmetic
 from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
 from hpctrain.backend.operators import Array, StepContext
-from hpctrain.backend.specs import ReluSpec, TensorSpec
 from hpctrain.core.errors import ShapeError
-from hpctrain.core.intervals import even_intervals
-from hpctrain.models import catalogue
 from hpctrain.nn import initialise
 from hpctrain.nn.layers import Layer, Sequential
-from hpctrain.nn.network import ALL, MODEL, Network, Shard, Undistributed, local_spec
+from hpctrain.nn.network import ALL, Network, Shard, Undistributed, local_spec
 from hpctrain.nn.parameter import FlatStatistics, ParameterSpec, StatisticSpec
 from tests.support import nets
 
 IMAGE = (9, 7, 3)
 
 
-class HoldsShards(Undistributed):
-    """A rank that holds some shards; its graph is never run."""
-
-    def __init__(self, shards: Mapping[str, Shard]) -> None:
-        self._shards = shards
-
-    def shard(self, name: str) -> Shard | None:
-        return self._shards.get(name)
-
-
 def network(**options: object) -> Network:
     return Network(nets.plain(), IMAGE, NumpyKernelSet(), **options)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_shards_have_the_values_of_the_whole(ranks: int) -> None:
-    whole = network().parameters["fc1.weight"].data
-    parts = []
-    for interval in even_intervals(whole.shape[1], ranks):
-        part = network(distribution=HoldsShards({"fc1.weight": Shard(1, interval)}))
-        assert list(part.groups[MODEL].parameters) == ["fc1.weight"]
-        assert "fc1.weight" not in part.groups[ALL].parameters
-        assert part.parameter_specs["fc1.weight"].shape == whole.shape
-        parts.append(part.parameters["fc1.weight"].data)
-    assert np.array_equal(np.concatenate(parts, axis=1), whole)
 
 
 def test_programs_are_made_once_and_the_oldest_are_let_go() -> None:
@@ -223,17 +197,6 @@ def test_the_distribution_makes_the_graph_of_a_program() -> None:
     assert program.x.shape == (3, *IMAGE)
 
 
-def test_a_rank_alone_computes_everything() -> None:
-    builder = GraphBuilder(TensorSpec((2, 3), "float32"))
-    graph: Graph = builder.build(builder.emit("relu", ReluSpec(), (0,)))
-    alone = Undistributed()
-    alone.prepare(graph)
-    assert alone.local(graph, (2,)) is graph
-    assert alone.shard("fc.weight") is None
-    assert alone.contributes("bn.running_mean") == (True, False)
-    assert (alone.ranks, alone.message_bytes([])) == (1, 0)
-
-
 def _statistics() -> FlatStatistics:
     specs = {
         "a.running_mean": StatisticSpec((2,), 0.0, 0.1),
@@ -320,15 +283,6 @@ def test_double_precision_starts_at_the_same_values() -> None:
         assert single.dtype == np.float32
         assert double.dtype == np.float64
         np.testing.assert_array_equal(double, single.astype(np.float64))
-
-
-def test_inserting_a_layer_leaves_other_layers_as_they_were() -> None:
-    small, large = (
-        Network(catalogue.build("small", {"channels": channels, "hidden": 0, "grid": 3}), (28, 28, 1), NumpyKernelSet(), seed=1)
-        for channels in ((8, 12), (8, 12, 16))
-    )
-    for name in ("stage1.conv.weight", "stage2.conv.weight"):
-        np.testing.assert_array_equal(small.parameters[name].data, large.parameters[name].data)
 
 
 @pytest.mark.parametrize(("dim", "shape"), [(0, (2, 5, 6)), (1, (4, 2, 6)), (-1, (4, 5, 2))])

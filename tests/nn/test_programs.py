@@ -1,8 +1,8 @@
-"""Programs: gradients of whole networks, hooks in order, places of operators in memory, and spans of actions."""
+"""Programs: gradients of whole networks, also with frozen layers, hooks in order, places in memory, and spans of actions."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -17,15 +17,16 @@ from hpctrain.backend.operators import Array, Buffers, FollowsOperator, KernelSe
 from hpctrain.backend.specs import Shape
 from hpctrain.core.errors import ConfigError, ShapeError
 from hpctrain.nn.captured_program import backward_spans, forward_spans
+from hpctrain.nn.compile.plan import Action
 from hpctrain.nn.custom import ArrayLayer
 from hpctrain.nn.initialise import constant
 from hpctrain.nn.layers import BatchNorm, Conv2d, Dropout, Flatten, Layer, Linear, ReLU, Residual, Sequential
-from hpctrain.nn.network import Network
+from hpctrain.nn.network import Network, frozen_layers, layer_of
 from hpctrain.nn.parameter import Parameter, ParameterSpec
 from hpctrain.nn.program import Program, StepHooks
 from tests.support import nets
 
-SHAPE = (9, 7, 3)
+SHAPE, BATCH = (9, 7, 3), 4
 
 NETS: dict[str, Callable[[], Layer]] = {
     "plain": nets.plain,
@@ -51,14 +52,14 @@ def _loss(network: Network, x: np.ndarray, y: np.ndarray, context: StepContext) 
     return program.loss(y, len(y)).loss / max(1, len(y))
 
 
-def _check_gradients(model: Layer) -> None:
-    """Directional derivatives of the loss by every parameter, against central differences."""
-    network = _network(model, smoothing=0.1)
-    x, y, context = _data(4)
+def _check_gradients(network: Network, names: Collection[str] | None = None) -> None:
+    """Directional derivatives of the loss by these parameters, or by all, against central differences."""
+    x, y, context = _data(BATCH)
     _loss(network, x, y, context)
-    network.program(4, training=True).backward()
+    network.program(BATCH, training=True).backward()
     random = np.random.default_rng(0)
-    for parameter in network.parameters.values():
+    for name in network.parameters if names is None else names:
+        parameter = network.parameters[name]
         direction = random.standard_normal(parameter.data.shape)
         expected = float((parameter.grad * direction).sum())
         step = 1e-6 / np.abs(direction).max()
@@ -73,7 +74,7 @@ def _check_gradients(model: Layer) -> None:
 
 @pytest.mark.parametrize("name", NETS)
 def test_every_gradient_equals_the_numerical_one(name: str) -> None:
-    _check_gradients(NETS[name]())
+    _check_gradients(_network(NETS[name](), smoothing=0.1))
 
 
 @pytest.mark.parametrize("name", NETS)
@@ -153,7 +154,8 @@ class _Scale(ArrayLayer):
 
 
 def test_a_users_layer_trains_like_any_other() -> None:
-    _check_gradients(Sequential({"conv": Conv2d(3, 4, 3), "mine": _Scale(), "flatten": Flatten(), "fc": Linear(4 * 7 * 5, 5)}))
+    model = Sequential({"conv": Conv2d(3, 4, 3), "mine": _Scale(), "flatten": Flatten(), "fc": Linear(4 * 7 * 5, 5)})
+    _check_gradients(_network(model, smoothing=0.1))
 
 
 @pytest.mark.parametrize(
@@ -186,7 +188,7 @@ def test_wrong_results_of_a_users_layer_name_the_layer_the_method_and_the_shape(
     wrong = type("Wrong", (_Scale,), {method: returns, "__module__": __name__})
     model = Sequential({"conv": Conv2d(3, 4, 3), "mine": wrong(), "flatten": Flatten(), "fc": Linear(4 * 7 * 5, 5)})
     with pytest.raises((ShapeError, ConfigError), match=f"Wrong.*{words}"):
-        _check_gradients(model)
+        _check_gradients(_network(model))
 
 
 WRITES: dict[str, Callable[[Array], object]] = {
@@ -264,11 +266,8 @@ def test_a_layer_used_twice_is_refused() -> None:
         _network(Sequential({"twice": Twice({"conv": Conv2d(3, 3, 1)}), "flatten": Flatten(), "fc": Linear(189, 5)}))
 
 
-_SHAPE = (9, 7, 3)
-
-
 def _program(kernels: KernelSet, **options: object) -> tuple[Network, Program]:
-    network = Network(nets.residual(synchronised=False), _SHAPE, kernels, **options)  # type: ignore[arg-type]
+    network = Network(nets.residual(synchronised=False), SHAPE, kernels, **options)  # type: ignore[arg-type]
     return network, network.program(3, training=True)
 
 
@@ -336,7 +335,7 @@ def test_followers_hear_of_their_leader_before_they_are_bound(monkeypatch: pytes
         return operator
 
     monkeypatch.setattr(kernels, "make", following)
-    network = Network(nets.plain(), _SHAPE, kernels)
+    network = Network(nets.plain(), SHAPE, kernels)
     heard.clear()
     first, second = network.side_by_side([(2,), (3,)])
     led = [operator for what, operator in heard[len(first.steps) :] if what == "follow"]
@@ -397,3 +396,99 @@ def _all(slices: dict[str, list[int]]) -> set[int]:
 def test_without_messages_a_pass_is_one_span(program: tuple[Needs, dict[str, list[int]]]) -> None:
     actions, _ = program
     assert forward_spans(actions, {}) == backward_spans(actions, {}) == [range(len(actions))]
+
+
+#: patterns by which the first layers, the last ones, some in between, and norms alone are frozen
+FROZEN = {
+    "residual first": (nets.residual, ("conv1", "bn1", "layer1.*")),
+    "residual last": (nets.residual, ("fc", "layer2.*")),
+    "residual norms": (nets.residual, ("*bn*", "layer2.downsample.1")),
+    "plain first": (nets.plain, ("conv1", "conv2.weight")),
+    "plain between": (nets.plain, ("conv2", "fc1")),
+}
+
+
+def network_of(case: str, kernels: KernelSet, dtype: str, *, frozen: bool = True) -> Network:
+    make, patterns = FROZEN[case]
+    network = Network(make(), SHAPE, kernels, dtype=dtype, seed=2, frozen=patterns if frozen else ())
+    random = np.random.default_rng(5)
+    for name, view in network.statistics.views.items():
+        view[...] = 0.5 + random.random(view.shape) if name.endswith("var") else 0.3 * random.standard_normal(view.shape)
+    for parameter in network.parameters.values():
+        parameter.data += 0.1 * random.standard_normal(parameter.data.shape)
+    network.parameters_changed()
+    return network
+
+
+@pytest.mark.parametrize("case", FROZEN)
+def test_gradients_of_trained_layers_are_derivatives_of_the_loss(case: str) -> None:
+    network = network_of(case, NumpyKernelSet(), "float64")
+    _check_gradients(network, network.trained)
+
+
+@pytest.mark.parametrize("case", FROZEN)
+def test_frozen_layers_have_no_gradients_and_keep_nothing(case: str) -> None:
+    network, whole = (network_of(case, NumpyKernelSet(), "float64", frozen=frozen) for frozen in (True, False))
+    assert network.frozen
+    assert set(network.trained) == {name for group in network.groups.values() for name in group.parameters}
+    assert {layer_of(name) for group in network.frozen_groups.values() for name in group.parameters} == network.frozen
+    plan = network.program(BATCH, training=True).plan
+    acting = {plan.steps[k].name for action, k in plan.backward if action in (Action.PARAMETERS, Action.FREE)}
+    assert not acting & network.frozen
+    assert acting | network.frozen == {name for name, layer in network.model.walk() if layer.parameters()}
+    assert plan.arena_bytes <= whole.program(BATCH, training=True).plan.arena_bytes
+
+
+def test_nothing_goes_back_to_where_nothing_is_trained() -> None:
+    network = network_of("residual first", NumpyKernelSet(), "float64")
+    plan = network.program(BATCH, training=True).plan
+    first = min(k for k, step in enumerate(plan.steps) if step.has_parameters)
+    assert first > 0
+    assert {k for action, k in plan.backward if action is Action.INPUT} <= set(range(first + 1, len(plan.steps)))
+    assert plan.arena_bytes < network_of("residual first", NumpyKernelSet(), "float64", frozen=False).arena_bytes(
+        BATCH, training=True
+    )
+
+
+@pytest.mark.parametrize("case", ["residual first", "residual norms"])
+def test_statistics_of_frozen_norms_are_used_and_stay(case: str) -> None:
+    network, data = network_of(case, NumpyKernelSet(), "float64"), _data(BATCH)
+    statistics = network.statistics
+    frozen = {name: view.copy() for name, view in statistics.views.items() if layer_of(name) in network.frozen}
+    assert frozen
+    _loss(network, *data)
+    statistics.blend(statistics.weighted(BATCH, BATCH, statistics.batch), BATCH)
+    for name, before in frozen.items():
+        np.testing.assert_array_equal(statistics.views[name], before)
+    before = _loss(network, *data)
+    statistics.views[next(iter(frozen))][...] += 0.5
+    statistics.running_changed()
+    assert _loss(network, *data) != before
+
+
+@pytest.mark.skipif(available() is not None, reason=str(available()))
+@pytest.mark.parametrize("case", FROZEN)
+def test_onednn_does_the_same(case: str) -> None:
+    ours, reference = network_of(case, OnednnKernelSet(), "float32"), network_of(case, NumpyKernelSet(), "float32")
+    losses = []
+    for network in (ours, reference):
+        losses.append(_loss(network, *_data(BATCH)))
+        network.program(BATCH, training=True).backward()
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    for name in reference.trained:
+        wanted = reference.parameters[name].grad
+        np.testing.assert_allclose(ours.parameters[name].grad, wanted, rtol=1e-3, atol=1e-4 * float(np.abs(wanted).max()) + 1e-6)
+
+
+def test_patterns_that_do_not_fit_are_sentences() -> None:
+    model = nets.plain()
+    with pytest.raises(
+        ConfigError, match=r'"conv3" of frozen layers matches no layer with parameters; the nearest layer is conv'
+    ):
+        frozen_layers(model, ["conv1", "conv3"])
+    with pytest.raises(
+        ConfigError, match=r"match all 4 layers with parameters, so nothing would be trained; exclude at least fc2"
+    ):
+        frozen_layers(model, ["conv*", "fc*"])
+    assert frozen_layers(model, []) == frozenset()
+    assert frozen_layers(model, ["fc1.bias", "conv*"]) == {"fc1", "conv1", "conv2"}
