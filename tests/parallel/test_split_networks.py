@@ -286,7 +286,7 @@ def test_random_layers_equal_one_rank(part: int) -> None:
 NETWORKS_PER_TEST, NETWORK_TESTS = 24, 5
 
 
-def _image_layer(chance: random.Random, channels: int) -> Layer:
+def _image_layer(chance: random.Random, channels: int, synchronised: bool) -> Layer:
     kernel = chance.randint(1, 5)
     kinds = ["conv", "conv", "conv", "pool", "average", "norm", "relu", "drop", "depth", "pad", "double", "block", "adaptive"]
     kind = chance.choice(kinds)
@@ -296,13 +296,14 @@ def _image_layer(chance: random.Random, channels: int) -> Layer:
         return Conv2d(channels, groups * chance.randint(1, 3), kernel, stride, padding, groups=groups)
     if kind == "block":
         out = chance.choice([channels, channels + 2])
-        body = {"conv": Conv2d(channels, out, 3, padding=1), "bn": BatchNorm(out, synchronised=True)}
+        norm = BatchNorm(out, synchronised=synchronised or chance.random() < 0.5)
+        body = {"conv": Conv2d(channels, out, 3, padding=1), "bn": norm}
         shortcut = None if out == channels else Sequential({"pad": PadChannels(1, 1)})
         return Residual(body, shortcut, activation=ReLU())
     made: dict[str, Layer] = {
         "pool": MaxPool(kernel, stride, padding, ceil_mode=chance.random() < 0.5),
         "average": AveragePool(kernel, stride, padding, chance.random() < 0.5, chance.random() < 0.5),
-        "norm": BatchNorm(channels, synchronised=True),
+        "norm": BatchNorm(channels, synchronised=synchronised or chance.random() < 0.7),
         "relu": ReLU(),
         "drop": Dropout(0.3, seed=chance.randint(0, 9)),
         "depth": StochasticDepth(0.4, seed=3),
@@ -313,19 +314,25 @@ def _image_layer(chance: random.Random, channels: int) -> Layer:
     return made[kind]
 
 
-def _network(chance: random.Random) -> tuple[Layer, tuple[int, int, int]]:
+def random_network(
+    chance: random.Random, *, classes: int | None = None, synchronised: bool = True
+) -> tuple[Layer, tuple[int, int, int]]:
+    """A network and the shape of its images. classes: of a linear layer at its end. synchronised: all its batch norms."""
     shape = (chance.randint(1, 14), chance.randint(1, 9), chance.randint(1, 4))
     layers: dict[str, Layer] = {}
     x = TensorSpec((1, *shape), "float64")
     while len(layers) < chance.randint(2, 7):
-        layer = _image_layer(chance, x.shape[3])
+        layer = _image_layer(chance, x.shape[3], synchronised)
         try:
             x = layer.output(x)
         except ShapeError:
             continue
         layers[f"layer{len(layers)}"] = layer
-    if chance.random() < 0.6:
-        features = x.shape[1] * x.shape[2] * x.shape[3]
+    features = x.shape[1] * x.shape[2] * x.shape[3]
+    if classes is not None:
+        wide = {"fc1": Linear(features, 6), "relu": ReLU(), "fc": Linear(6, classes)}
+        layers |= {"flatten": Flatten(), **(wide if chance.random() < 0.5 else {"fc": Linear(features, classes)})}
+    elif chance.random() < 0.6:
         head = {"flatten": Flatten(), "fc1": Linear(features, 5), "relu": ReLU(), "drop": Dropout(0.2), "fc2": Linear(5, 3)}
         layers |= dict(list(head.items())[: chance.randint(1, 5)])
     return Sequential(layers), shape
@@ -333,19 +340,15 @@ def _network(chance: random.Random) -> tuple[Layer, tuple[int, int, int]]:
 
 def _network_trial(seed: int, ranks: int) -> Trial:
     chance = random.Random(seed)
-    model, shape = _network(chance)
+    model, shape = random_network(chance)
     # Batch norm amplifies the rounding of few values.
     owners = [chance.randrange(ranks) for _ in range(chance.choice([0, 1, 3, 5]))]
     uses = {name: chance.choice(list(Parallelism)) for name in model.children()}
-    use = {pattern: each for name, each in uses.items() for pattern in (name, f"{name}.*") if _matches(model, name, pattern)}
+    use = {f"{name}.*" if isinstance(model.children()[name], Residual) else name: each for name, each in uses.items()}
     vertical = chance.choice([n for n in range(1, ranks + 1) if ranks % n == 0] + [ranks])
     plan = ParallelPlan(ranks, 1, chance.choice(list(Parallelism)), use, (vertical, ranks // vertical))
     counts = tuple(owners.count(rank) for rank in range(ranks))
     return Trial(model, shape, counts, plan, seed, training=chance.random() < 0.9)
-
-
-def _matches(model: Layer, name: str, pattern: str) -> bool:
-    return isinstance(model.children()[name], Residual) == pattern.endswith(".*")
 
 
 @pytest.mark.sample(1)
