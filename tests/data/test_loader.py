@@ -200,19 +200,11 @@ def tiles(image_shape, vertical, horizontal, reach):
 
     def tiles_by_counts(counts, image_shape):
         n = sum(counts)
-        bounds = [
-            [size * cut // pieces for cut in range(pieces + 1)] for size, pieces in ((height, vertical), (width, horizontal))
-        ]
-        return [
-            (
-                (0, n),
-                (bounds[0][i] - reach, bounds[0][i + 1] + reach),
-                (bounds[1][j] - reach, bounds[1][j + 1] + reach),
-                (0, channels),
-            )
-            for i in range(vertical)
-            for j in range(horizontal)
-        ]
+        rows, columns = (
+            [(size * cut // pieces - reach, size * (cut + 1) // pieces + reach) for cut in range(pieces)]
+            for size, pieces in ((height, vertical), (width, horizontal))
+        )
+        return [((0, n), row, column, (0, channels)) for row in rows for column in columns]
 
     return tiles_by_counts
 
@@ -282,14 +274,15 @@ def test_a_box_of_channels_and_an_empty_box(make_file):
 
 
 @pytest.mark.slow
-@pytest.mark.sample(3)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("specs", [SPECS, [("random_resized_crop", {"size": 6}), ("flip", {})], [("random_erasing", {})]])
+@pytest.mark.parametrize("sizes", [None, ImageSizes(((0, 4), (1, 6)))])
 @pytest.mark.parametrize("prefetch", [0, 2])
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_pixels_that_are_left_are_those_of_the_images(make_file, specs, prefetch, ranks):
+def test_pixels_that_are_left_are_those_of_the_images(make_file, specs, sizes, prefetch, ranks):
     file, _, _ = make_file()
     for rank in range(ranks):
-        options = {"specs": specs, "rank": rank, "ranks": ranks, "prefetch": prefetch}
+        options = {"specs": specs, "rank": rank, "ranks": ranks, "prefetch": prefetch, "sizes": sizes}
         images, pixels = make_loader(file, 5, **options), make_loader(file, 5, **options, leaves_pixels=True)
         for epoch, first in ((0, 0), (1, 7)):
             expected = read(images, epoch, first)
@@ -299,15 +292,6 @@ def test_pixels_that_are_left_are_those_of_the_images(make_file, specs, prefetch
                 assert np.array_equal(np.asarray(batch.x), x)
                 assert np.array_equal(batch.y, y)
                 assert np.array_equal(batch.sample_ids, ids)
-
-
-def test_pixels_are_left_of_images_of_several_sizes(make_file):
-    file, _, _ = make_file()
-    sizes = ImageSizes(((0, 4), (1, 6)))
-    images, pixels = (make_loader(file, 5, sizes=sizes, leaves_pixels=leaves) for leaves in (False, True))
-    for epoch in (0, 1):
-        for (_, x, *_), batch in zip(read(images, epoch), pixels.epoch(epoch), strict=True):
-            assert np.array_equal(np.asarray(batch.x), x)
 
 
 def test_images_are_made_where_the_rest_is_more_than_a_window(make_file):

@@ -6,11 +6,10 @@ import gc
 import threading
 import time
 
-import hypothesis
-import hypothesis.strategies as st
 import numpy as np
 import pytest
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from hpctrain.core.intervals import clip, hull, relative, shape_of, size_of
 from hpctrain.data.pipeline import CHUNK_BYTES, BatchThreads, Pipeline, can_defer, default_threads, filling
@@ -72,21 +71,11 @@ def test_a_region_has_the_pixels_of_the_whole(data, height, width, channels, see
 
     def read(sample, wanted):
         assert not size_of(wanted) or hull([wanted, most]) == most, "more than it says that it may need"
-        return images[(sample, *relative(wanted, ((0, 0), (0, 0))))]
+        return images[(sample, *relative(wanted, ORIGIN))]
 
     out = np.full((COUNT, *shape_of(region), channels), np.nan, np.float32)
     pipeline.part(read, shape, np.arange(COUNT), epoch, region, out)
-    assert np.array_equal(out, expected[(slice(None), *relative(region, ((0, 0), (0, 0))))])
-
-
-def tiles(size):
-    """Regions of a result of `size` x `size`: halves, 2 x 2 and 3 x 3 tiles, single rows, columns and pixels."""
-    whole_interval, middle = (0, size), size // 2
-    thirds = [(0, size // 3), (size // 3, 2 * size // 3), (2 * size // 3, size)]
-    yield from (((0, middle), whole_interval), ((middle, size), whole_interval), (whole_interval, (middle, size)))
-    yield from ((rows, columns) for rows in thirds for columns in thirds)
-    yield from (((row, row + 1), whole_interval) for row in (0, middle, size - 1))
-    yield from (((middle, middle + 1), (column, column + 1)) for column in (0, middle, size - 1))
+    assert np.array_equal(out, expected[(slice(None), *relative(region, ORIGIN))])
 
 
 def test_a_resized_crop_reads_the_rows_of_its_window_that_the_filter_reaches():
@@ -96,7 +85,7 @@ def test_a_resized_crop_reads_the_rows_of_its_window_that_the_filter_reaches():
 
     def reader(sample, wanted):
         read.append(wanted)
-        return images[(sample, *relative(wanted, ((0, 0), (0, 0))))]
+        return images[(sample, *relative(wanted, ORIGIN))]
 
     out = np.empty((COUNT, 10, 40, 3), np.float32)
     pipeline.part(reader, (200, 200, 3), np.arange(COUNT), 0, ((20, 30), (0, 40)), out)
@@ -127,14 +116,10 @@ def test_a_mirrored_pipeline_returns_the_mirror_image_of_each_sample(data, heigh
         assert np.array_equal(out, mirrors[:, slice(*region[0]), slice(*region[1])])
 
 
-EVERY = [
-    "pad_crop",
-    ("random_resized_crop", {"size": 90}),
-    "flip",
-    "trivial_augment_wide",
+STEPS = [
+    ("pad_crop", {}), ("random_resized_crop", {"size": 90}), ("flip", {}), ("trivial_augment_wide", {}),
     ("random_erasing", {"value": "random"}),
-]
-STEPS = [(step, {}) if isinstance(step, str) else step for step in EVERY]
+]  # fmt: skip
 
 
 def made(threads, images, region=None, epoch=2, dtype="float32"):
@@ -170,20 +155,14 @@ def test_the_number_of_threads_does_not_show(threads, count):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_large_images_are_normalised_to_the_bits_of_small_ones(dtype, monkeypatch):
+@pytest.mark.parametrize("place", ["pipeline", "augmentations.flip"])
+def test_large_images_are_normalised_and_mirrored_to_the_bits_of_small_ones(place, dtype, monkeypatch):
     images = np.random.default_rng(0).integers(0, 256, (5, 80, 100, 3), np.uint8)
-    by_table = made(1, images, dtype=dtype)
-    monkeypatch.setattr("hpctrain.data.pipeline.LEAST_FOR_OPENCV", 1 << 60)
-    by_arithmetic = made(1, images, dtype=dtype)
-    assert by_table.dtype == dtype
-    assert np.array_equal(by_table, by_arithmetic)
-
-
-def test_large_images_are_mirrored_to_the_bits_of_small_ones(monkeypatch):
-    images = np.random.default_rng(0).integers(0, 256, (5, 80, 100, 3), np.uint8)
-    mirrored = made(1, images)
-    monkeypatch.setattr("hpctrain.data.augmentations.flip.LEAST_FOR_OPENCV", 1 << 60)
-    assert np.array_equal(made(1, images), mirrored)
+    by_opencv = made(1, images, dtype=dtype)
+    monkeypatch.setattr(f"hpctrain.data.{place}.LEAST_FOR_OPENCV", 1 << 60)
+    by_numpy = made(1, images, dtype=dtype)
+    assert by_opencv.dtype == dtype
+    assert np.array_equal(by_opencv, by_numpy)
 
 
 WINDOWS = [("pad_crop", {"padding": 3}), ("flip", {}), ("center_crop", {"size": 6}), ("pad_crop", {"padding": 20})]
@@ -256,8 +235,8 @@ def test_one_rectangle_of_one_number_may_be_left(specs, can):
     assert (filling(pipeline.normalised) is not None) == (bool(specs) and specs[0][1]["value"] != "random")
 
 
-@hypothesis.given(st.integers(1, 5), st.integers(0, 70), st.sampled_from([0, 1, CHUNK_BYTES // 7, CHUNK_BYTES, 9 * CHUNK_BYTES]))
-@hypothesis.settings(deadline=None, max_examples=40)
+@given(st.integers(1, 5), st.integers(0, 70), st.sampled_from([0, 1, CHUNK_BYTES // 7, CHUNK_BYTES, 9 * CHUNK_BYTES]))
+@settings(deadline=None, max_examples=40)
 def test_each_sample_is_made_once(threads: int, samples: int, sample_bytes: int) -> None:
     made: list[int] = []
     seen: set[int] = set()

@@ -97,16 +97,6 @@ def test_an_epoch_of_a_subset_is_that_of_its_places(samples, batch, seed, first,
     assert np.array_equal(np.sort(part.order(epoch + 1)), subset)
 
 
-@given(sizes, sizes, st.booleans(), st.integers(0, 2**63), st.integers(0, 5))
-def test_an_epoch_has_every_sample_once(samples, batch, shuffle, seed, epoch):
-    sampler = Sampler(samples, batch, seed, shuffle)
-    steps = [sampler.ids(epoch, step) for step in range(sampler.steps_per_epoch)]
-    assert np.array_equal(np.sort(np.concatenate(steps)), np.arange(samples))
-    assert [len(ids) for ids in steps] == [sampler.global_count(step) for step in range(len(steps))]
-    assert all(len(ids) == batch for ids in steps[:-1])
-    assert 1 <= len(steps[-1]) <= batch
-
-
 @given(sizes, st.lists(st.tuples(sizes, st.integers(0, 5)), max_size=4), sizes, st.integers(0, 5))
 def test_an_epoch_that_goes_on_in_other_batches_has_every_sample_once_in_its_order(samples, beginnings, last_batch, epoch):
     seen = np.empty(0, np.int64)
