@@ -44,7 +44,7 @@ from hpctrain_testing.virtual.communicator import ThreadCommunicator
 from hpctrain_testing.virtual.counters import Counters, CountingCommunicator
 from hpctrain_testing.virtual.run import lone_rank, run_virtual, virtual_engine
 from tests.support import nets
-from tests.support.averaging import OPTIMIZERS, STRATEGIES, averaged, make_group, one_step, planned
+from tests.support.averaging import OPTIMIZERS, STRATEGIES, averaged, make_group, one_step, planned, step_with
 from tests.support.training import Task, batches, replica_of
 from tests.training.test_checkpoint_state import assert_same
 from tests.training.test_checksums import STRATEGIES as STATE_STRATEGIES
@@ -268,17 +268,9 @@ def _averager_of_layers(strategy: str, comm: ThreadCommunicator, stored: Collect
 
 
 def _run(averager: GradientAverager, steps: range) -> None:
-    parameters = list(averager.group.parameters.values())
     for step in steps:
         random = np.random.default_rng([step, averager.comm.rank])
-        averager.begin_step(0.1)
-        for parameter in parameters:
-            averager.before_forward([parameter])
-        for parameter in reversed(parameters):
-            parameter.grad[...] = np.sin(parameter.data * random.standard_normal())
-            averager.grad_ready(parameter)
-            averager.data_free(parameter)
-        averager.end_backward()
+        step_with(averager, 0.1, lambda parameter, random=random: np.sin(parameter.data * random.standard_normal()))
     averager.drain()
 
 

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from hpctrain.averaging import slicing
-from hpctrain.averaging import slicing as slice_sizes
 from hpctrain.averaging.allreduce import AllreduceStrategy
 from hpctrain.averaging.base import GradientAverager, PlannedGroup, Strategy, for_holders
 from hpctrain.averaging.collective_schedule import OperationKind
@@ -30,6 +29,7 @@ from tests.support.averaging import (
     OPTIMIZERS,
     STRATEGIES,
     Saved,
+    SparseOracle,
     Watched,
     averaged,
     make,
@@ -65,9 +65,14 @@ def _alone(optimizer: str, dtype: str = "float64", steps: int = STEPS) -> np.nda
     return alone
 
 
+def test_blocking_is_the_optimiser_on_the_sum_of_gradients() -> None:
+    expected = SparseOracle((0,), (), momentum=0.9).train(STEPS)
+    np.testing.assert_allclose(_alone("momentum"), expected, rtol=0, atol=1e-12)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", [*STRATEGIES, "blocking"])
 def test_float64_equals_blocking(strategy: str, optimizer: str) -> None:
     alone = _alone(optimizer)
     assert np.abs(alone - make_group().data).max() > 0.01
@@ -120,7 +125,7 @@ def test_linear_layers_may_exchange_factors_and_gather_in_slices(
 
 def test_large_slices_may_travel_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("_LARGEST_BYTES", "_LEAST_PART_BYTES"):
-        monkeypatch.setattr(slice_sizes, name, 8)
+        monkeypatch.setattr(slicing, name, 8)
     for ranks, seed in ((2, None), (3, 1)):
         for data in _run("bucketed", "clipping", ranks, seed):
             assert np.linalg.norm(data - _alone("clipping")) <= 1e-10 * np.linalg.norm(data)

@@ -6,6 +6,7 @@ import math
 import tracemalloc
 from collections.abc import Sequence
 from fractions import Fraction
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -34,12 +35,13 @@ from hpctrain.averaging.strategies.sharded import Sharded
 from hpctrain.comm.base import Communicator
 from hpctrain.comm.sums import Wire
 from hpctrain.core.errors import OptionError
-from hpctrain.nn.parameter import FlatGroup, ParameterSpec
+from hpctrain.nn.parameter import FlatGroup, Parameter, ParameterSpec
 from hpctrain.optim.optimizers import Sgd
 from hpctrain.planner.program.group_schedules import GroupSchedule
 from hpctrain_testing.virtual.communicator import ThreadCommunicator
 from hpctrain_testing.virtual.counters import Counters, CountingCommunicator
 from hpctrain_testing.virtual.run import run_virtual, virtual_engine, wait
+from tests.support import averaging
 from tests.support.averaging import OPTIMIZERS, Saved, Watched, averaged, make_group, planned, restore, run_steps, saved, shares
 from tests.support.bfloat16 import UNIT, rounded
 
@@ -172,14 +174,7 @@ def _with_gradients(name: str, gradients: Sequence[np.ndarray], steps: int = 3, 
         group = FlatGroup(specs, "float32")
         averager = _averager(name, comm, comm, group, **options)
         for step in range(steps):
-            averager.begin_step(0.5, [1] * comm.size)
-            averager.before_forward(list(group.parameters.values()))
-            for parameter in reversed(group.parameters.values()):
-                segment = group.segment(parameter.name)
-                parameter.grad[...] = gradients[comm.rank][segment.start : segment.stop] * (1 + step)
-                averager.grad_ready(parameter)
-                averager.data_free(parameter)
-            averager.end_backward()
+            averaging.step_with(averager, 0.5, gradients[comm.rank] * (1 + step))
         averager.drain()
         return group.data.copy()
 
@@ -274,16 +269,12 @@ def _exact(stored: Saved, group: FlatGroup) -> np.ndarray:
 
 def _fixed_gradients(averager: GradientAverager, steps: range) -> None:
     """Steps whose gradients do not depend on the parameters."""
-    group = averager.group
+
+    def gradient(parameter: Parameter, step: int) -> np.ndarray:
+        return np.random.default_rng((step, averager.comm.rank, parameter.order)).standard_normal(parameter.spec.shape)
+
     for step in steps:
-        averager.begin_step(0.1, [1] * averager.comm.size)
-        for parameter in reversed(group.parameters.values()):
-            averager.before_forward([parameter])
-            random = np.random.default_rng((step, averager.comm.rank, parameter.order))
-            parameter.grad[...] = random.standard_normal(parameter.spec.shape)
-            averager.grad_ready(parameter)
-            averager.data_free(parameter)
-        averager.end_backward()
+        averaging.step_with(averager, 0.1, partial(gradient, step=step))
     averager.drain()
 
 

@@ -35,6 +35,7 @@ from tests.support.averaging import (
     one_step,
     run_steps,
     shares,
+    step_with,
     watched,
 )
 
@@ -245,14 +246,9 @@ def _random_steps(averager: GradientAverager, steps: int) -> np.ndarray:
     group, total = averager.group, np.zeros(averager.group.size)
     random = np.random.default_rng(averager.comm.rank)
     for _ in range(steps):
-        averager.begin_step(LR)
-        averager.before_forward(tuple(group.parameters.values()))
-        group.grad[...] = random.standard_normal(group.size)
-        total += group.grad
-        for parameter in reversed(group.parameters.values()):
-            averager.grad_ready(parameter)
-            averager.data_free(parameter)
-        averager.end_backward()
+        flat = random.standard_normal(group.size)
+        total += flat
+        step_with(averager, LR, flat)
     averager.drain()
     return total
 

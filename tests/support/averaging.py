@@ -71,7 +71,7 @@ class SparseOracle:
         self.residual = {node: np.zeros(group.size) for node in numbers}
         self.velocity = {node: np.zeros(group.size) for node in numbers}
         for step in range(steps):
-            by_rank = [_gradient(w, step, rank, len(self.nodes)) for rank in range(len(self.nodes))]
+            by_rank = [gradient(w, step, rank, len(self.nodes)) for rank in range(len(self.nodes))]
             by_node = {
                 node: np.sum([g for g, of in zip(by_rank, self.nodes, strict=True) if of == node], axis=0) for node in numbers
             }
@@ -109,7 +109,7 @@ class SparseOracle:
         return total
 
 
-def _gradient(w: np.ndarray, step: int, rank: int, ranks: int) -> np.ndarray:
+def gradient(w: np.ndarray, step: int, rank: int, ranks: int) -> np.ndarray:
     """The flat gradient of one rank's samples: y = tanh(x A + a) s B + b, half the squared error over the step's samples."""
     group = make_group()
     group.data[...], group.grad[...] = w, 0.0
@@ -256,6 +256,20 @@ class _Linear:
         for parameter in self._both:
             averager.data_free(parameter)
         return dx
+
+
+def step_with(averager: GradientAverager, lr: float, gradient: Array | Callable[[Parameter], Array]) -> None:
+    """A step of one sample on each rank, whose gradients are those of a flat array, or are made parameter by parameter."""
+    parameters = tuple(averager.group.parameters.values())
+    averager.begin_step(lr, [1] * averager.comm.size)
+    averager.before_forward(parameters)
+    for parameter in reversed(parameters):
+        segment = averager.group.segment(parameter.name)
+        found = gradient(parameter) if callable(gradient) else gradient[segment.start : segment.stop]
+        parameter.grad[...] = found.reshape(parameter.grad.shape)
+        averager.grad_ready(parameter)
+        averager.data_free(parameter)
+    averager.end_backward()
 
 
 def run_steps(averager: GradientAverager, steps: int, first: int = 0) -> Array:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -21,12 +21,11 @@ from hpctrain.averaging.strategies.overlap import Overlap
 from hpctrain.averaging.strategies.priority import Priority
 from hpctrain.averaging.strategies.sharded import Sharded
 from hpctrain.averaging.strategies.sparse import Sparse, SparseOptions
-from hpctrain.comm.base import Communicator
 from hpctrain.comm.link import LinkModel
 from hpctrain.core.errors import HpctrainError, OptionError
 from hpctrain.nn.parameter import FlatGroup, GroupLayout, ParameterSpec, Segment
 from hpctrain.optim.base import Norms, NormsNeeded, Optimizer
-from hpctrain.optim.optimizers import Lars, Sgd
+from hpctrain.optim.optimizers import Sgd
 from hpctrain_testing.virtual.communicator import ThreadCommunicator
 from hpctrain_testing.virtual.counters import Counters, CountingCommunicator
 from hpctrain_testing.virtual.run import lone_rank, run_virtual, virtual_engine
@@ -55,69 +54,8 @@ def test_words_are_those_of_schedules_that_earlier_versions_stored(
     assert (planned(kind, make_group(), 4, **nodes, **options).request() or "").startswith(words)
 
 
-OPTIMIZERS: list[Callable[[], Optimizer]] = [
-    lambda: Sgd(momentum=0.9, weight_decay=1e-2),
-    lambda: Sgd(momentum=0.5, nesterov=True, clip_norm=0.3),
-    lambda: Lars(momentum=0.9, weight_decay=1e-2, clip_norm=2.0),
-]
-
-OPTIMIZER_STEPS = 4
-
-
-def _group(dtype: str) -> FlatGroup:
-    shapes = {"conv.weight": (3, 3, 3, 2), "conv.bias": (3,), "fc.weight": (7, 9), "empty": (0,), "fc.bias": (9,)}
-    specs = {
-        name: ParameterSpec(shape, lambda chance, shape: chance.standard_normal(shape), decay="weight" in name)
-        for name, shape in shapes.items()
-    }
-    group = FlatGroup(specs, dtype)
-    group.data[...] = np.random.default_rng(11).standard_normal(group.size)
-    return group
-
-
-def _gradient(rank: int, step: int, size: int) -> np.ndarray:
-    return np.random.default_rng((rank, step)).standard_normal(size)
-
-
-def _train(averager: GradientAverager, rank: int) -> np.ndarray:
-    group = averager.group
-    for step in range(OPTIMIZER_STEPS):
-        averager.begin_step(lr=0.1 / (step + 1))
-        averager.before_forward(list(group.parameters.values()))
-        group.grad[...] = _gradient(rank, step, group.size)
-        for parameter in reversed(group.parameters.values()):
-            averager.grad_ready(parameter)
-            averager.data_free(parameter)
-        averager.end_backward()
-    averager.drain()
-    return group.data.copy()
-
-
-def _expected(make: Callable[[], Optimizer], ranks: int, dtype: str) -> np.ndarray:
-    """The optimiser alone, given the sum of all gradients."""
-    group, optimizer = _group(dtype), make()
-    optimizer.bind(group, group.segments)
-    for step in range(OPTIMIZER_STEPS):
-        group.grad[...] = sum(_gradient(rank, step, group.size) for rank in range(ranks))
-        norms = Norms(group)
-        norms.add_partial(group, group.segments)
-        optimizer.update(group.segments, 0.1 / (step + 1), norms if optimizer.needs_norms else None)
-    return group.data
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
-@pytest.mark.parametrize("make", OPTIMIZERS, ids=["sgd", "clip", "lars"])
-def test_blocking_is_the_optimiser_on_the_sum_of_gradients(make: Callable[[], Optimizer], ranks: int) -> None:
-    def rank_program(comm: Communicator) -> np.ndarray:
-        return _train(averaged(Blocking, _group("float64"), make(), comm, virtual_engine(comm)), comm.rank)  # type: ignore[arg-type]
-
-    expected = _expected(make, ranks, "float64")
-    for result in run_virtual(ranks, rank_program, seed=ranks):
-        np.testing.assert_allclose(result, expected, rtol=1e-11, atol=1e-13)
-
-
 def test_parameters_stand_still_until_backward_has_ended() -> None:
-    group = _group("float32")
+    group = make_group("float32")
     averager = averaged(Blocking, group, Sgd(), *lone_rank())
     before = group.data.copy()
     averager.begin_step(0.1)
