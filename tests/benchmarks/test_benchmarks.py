@@ -16,9 +16,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks import before_after, engine_report, faults
-from benchmarks.interleaved import Rounds, SteppingError, interleave, ours, with_threads
+from benchmarks.interleaved import Rounds, SteppingError, interleave, ours, peer, with_threads
 from benchmarks.pairs import interval, ratio
 from hpctrain.bench.engine_step import Turn
+from hpctrain.models import catalogue
+from hpctrain.testing.layers import parameter_count
 from hpctrain_testing.faults import FAULTS
 
 _VALUES = st.lists(st.floats(0.1, 10.0), min_size=1, max_size=15)
@@ -56,43 +58,16 @@ def test_values_that_have_no_median_are_refused(values: list[float]) -> None:
         interval(values)
 
 
-def _variant(seconds: list[float], *, steps: int = 2, finite: bool = True, **more: Any) -> dict[str, Any]:
-    turns = [
-        {"wall_seconds": 9.0 * one, "cpu_seconds": steps * one, "finite": finite, "peak_bytes": 10**8 + i}
-        for i, one in enumerate(seconds)
-    ]
-    base = {"turns": turns, "steps": steps, "dropped": False, "failure": None, "idle_cpu_seconds": 0.0, "first_seconds": 0.0}
-    return {**base, **more}
+def _variant(seconds: list[float]) -> dict[str, Any]:
+    return {"turns": [{"wall_seconds": 9.0 * one, "cpu_seconds": 2 * one} for one in seconds], "steps": 2}
 
 
-def _run() -> dict[str, Any]:
-    return {
-        "network": "small",
-        "batch": 4,
-        "pixels": 28,
-        "threads": 1,
-        "clock": "cpu",
-        "steps": 2,
-        "seconds": 100.0,
-        "load_before": [0.5],
-        "load_after": [1.5],
-        "ours": ["onednn"],
-        "peers": ["torch", "torch last", "torch compiled"],
-        "variants": {
-            "onednn": _variant([0.1, 0.2, 0.4]),
-            "torch": _variant([0.5, 0.6, 0.5], dropped=True),
-            "torch last": _variant([0.2, 0.3, 1.2], finite=False),
-            "torch compiled": _variant([], failure="first line\nno compiler"),
-        },
-    }
-
-
-def test_the_best_peer_has_the_lowest_median() -> None:
-    assert engine_report.best_peer(_run()) == "torch last"
-
-
-def test_speed_is_the_median_of_pairs_by_the_runs_clock() -> None:
-    found = engine_report.speedup(_run(), "onednn", "torch last")
+def test_the_best_peer_has_the_lowest_median_and_speed_is_that_of_pairs_by_the_runs_clock() -> None:
+    seconds = {"onednn": [0.1, 0.2, 0.4], "torch": [0.5, 0.6, 0.5], "torch last": [0.2, 0.3, 1.2], "torch compiled": []}
+    variants = {name: _variant(values) for name, values in seconds.items()}
+    run = {"clock": "cpu", "peers": ["torch", "torch last", "torch compiled"], "variants": variants}
+    assert engine_report.best_peer(run) == "torch last"
+    found = engine_report.speedup(run, "onednn", "torch last")
     assert (found.median, found.low, found.high) == pytest.approx((2.0, 1.5, 3.0))
 
 
@@ -129,6 +104,33 @@ def test_our_engine_steps_in_a_process(precision: str) -> None:
     assert [type(turn) for turn in one.turns] == [Turn, Turn]
     assert all(turn.finite and turn.wall_seconds > 0 < turn.peak_bytes for turn in one.turns)
     assert one.facts["parameters"] == 206_922 + 48
+
+
+PEER = {"batch": 2, "pixels": 32, "threads": 1, "last": True, "fused": True, "compiled": False}
+
+
+@pytest.mark.torch
+@pytest.mark.job
+def test_the_peer_in_pytorch_steps_in_a_process() -> None:
+    pytest.importorskip("torch", reason="PyTorch is not installed (make parity installs it)")
+    imported = subprocess.run([sys.executable, "-c", "import torchvision"], capture_output=True, text=True)
+    if imported.returncode:
+        pytest.skip(f"torchvision does not run here: {imported.stderr.splitlines()[-1]}")
+    command = peer(sys.executable, {**PEER, "model": "resnet18"})
+    series = interleave({"peer": (command, with_threads(os.environ, 1))}, Rounds(2, 1))["peer"]
+    assert [type(turn) for turn in series.turns] == [Turn, Turn]
+    assert all(turn.finite and turn.wall_seconds > 0 < turn.peak_bytes for turn in series.turns)
+    assert series.facts["parameters"] == parameter_count(catalogue.build("resnet18", {}))
+
+
+@pytest.mark.torch
+@pytest.mark.job
+def test_a_peer_without_the_model_ends_with_one_line() -> None:
+    pytest.importorskip("torch", reason="PyTorch is not installed (make parity installs it)")
+    command = peer(sys.executable, {**PEER, "model": "resnet20"})
+    with pytest.raises(SteppingError, match=r"its output: .*torchvision") as raised:
+        interleave({"peer": (command, with_threads(os.environ, 1))}, Rounds(1, 1))
+    assert "Traceback" not in str(raised.value)
 
 
 # a stand-in that says its seconds instead of taking them, and writes each turn down
