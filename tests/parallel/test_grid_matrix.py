@@ -149,24 +149,28 @@ def _expected(net: str) -> Result:
     return alone(_task(net))
 
 
+def _assert_equal(strategy: str, task: Task, expected: Result, seed: int | None) -> None:
+    """The results of a strategy on the ranks of the task's plan are those of one rank."""
+    kind, options = (Blocking, {}) if strategy == "blocking" else STRATEGIES[strategy]
+
+    def program(comm: ThreadCommunicator) -> Result:
+        return train(task, comm, virtual_engine(comm), kind, **options)
+
+    for result in run_virtual(task.plan.rows * task.plan.cols, program, seed=seed, deadline_seconds=120):
+        assert distance(result.parameters, expected.parameters) < 1e-10, (task.plan, seed)
+        assert distance(result.statistics, expected.statistics) < 1e-10, (task.plan, seed)
+
+
 @pytest.mark.sample(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("grid", SPLIT_GRIDS, ids=str)
 @pytest.mark.parametrize("strategy", ["blocking", *STRATEGIES])
 def test_every_strategy_with_model_and_domain(strategy: str, grid: tuple[int, int]) -> None:
-    kind, options = (Blocking, {}) if strategy == "blocking" else STRATEGIES[strategy]
     rows, cols = grid
     for seed in range(SEEDS):
         net = tuple(SPLIT_NETS)[seed % 2] if SEEDS > 1 else ("plain" if rows == 2 else "residual")
         task = replace(_task(net), plan=ParallelPlan(rows, cols, _D, SPLIT_NETS[net][1]))
-
-        def program(comm: ThreadCommunicator, task: Task = task) -> Result:
-            return train(task, comm, virtual_engine(comm), kind, **options)
-
-        for result in run_virtual(rows * cols, program, seed=1000 * rows + seed, deadline_seconds=120):
-            assert distance(result.parameters, _expected(net).parameters) < 1e-10, f"{net}, seed {seed}"
-            if result.statistics:
-                assert distance(result.statistics, _expected(net).statistics) < 1e-10, f"{net}, seed {seed}"
+        _assert_equal(strategy, task, _expected(net), 1000 * rows + seed)
 
 
 OPTIMIZERS = {
@@ -180,16 +184,9 @@ OPTIMIZERS = {
 @pytest.mark.parametrize("strategy", ["blocking", *STRATEGIES])
 def test_a_rank_without_a_part_of_a_split_layer_holds_up_no_other(strategy: str) -> None:
     """Fewer features than rows: the first layer is empty on a rank, or all are; it still counts in norms and messages."""
-    kind, options = (Blocking, {}) if strategy == "blocking" else STRATEGIES[strategy]
     for classes, optimizer in zip((2, 5), OPTIMIZERS.values(), strict=True):
         model = partial(nets.narrow, classes)
         task = Task(model, NumpyKernelSet(), optimizer, classes=classes, samples=9, batch=5, steps=3)
         expected = alone(task)
         for rows, cols, seed in ((3, 1, None), (3, 2, 1)):
-            split = replace(task, plan=ParallelPlan(rows, cols, _M))
-
-            def program(comm: ThreadCommunicator, task: Task = split) -> Result:
-                return train(task, comm, virtual_engine(comm), kind, **options)
-
-            for result in run_virtual(rows * cols, program, seed=seed):
-                assert distance(result.parameters, expected.parameters) < 1e-10, (classes, rows, cols)
+            _assert_equal(strategy, replace(task, plan=ParallelPlan(rows, cols, _M)), expected, seed)
