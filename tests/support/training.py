@@ -340,5 +340,5 @@ def assert_same_training(result: Result, expected: Result, tolerance: float = 1e
             limit = tolerance * max(1.0, float(np.abs(aim).max(initial=0.0)))
             assert np.abs(ours[name] - aim).max(initial=0.0) <= limit, name
     for one, other in zip(result.totals, expected.totals, strict=True):
-        assert (one.top1, one.count) == (other.top1, other.count)
+        assert (one.top1, one.top5, one.count) == (other.top1, other.top5, other.count)
         assert abs(one.loss - other.loss) <= tolerance * abs(other.loss)

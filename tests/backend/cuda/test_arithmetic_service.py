@@ -353,10 +353,6 @@ def test_a_fetch_returns_what_was_there(cuda_kernels: CudaKernelsFactory, seed: 
         np.testing.assert_array_equal(first.result(), np.full((2, 3), step, np.float32))
 
 
-def _array(runtime: CudaRuntime, size: int, dtype: str) -> DeviceArray:
-    return runtime.device.allocate(size * item_bytes(dtype)).view(dtype)
-
-
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16", "int64", "uint8"])
 def test_arrays_larger_than_the_buffers_come_back(cuda_kernels: CudaKernelsFactory, dtype: str, seed: int) -> None:
@@ -364,10 +360,10 @@ def test_arrays_larger_than_the_buffers_come_back(cuda_kernels: CudaKernelsFacto
     staging = Staging(runtime, 40, count=2)
     values = np.random.default_rng(seed).integers(0, 255, (7, 9))
     source = values.astype(np.float32 if dtype == "bfloat16" else dtype)
-    target = _array(runtime, values.size, dtype).reshape(7, 9)
+    target = array(runtime.device, (7, 9), dtype)
     staging.upload(target, source)
     source[...] = 0
-    staging.upload(_array(runtime, 9, dtype), source[0])
+    staging.upload(array(runtime.device, (9,), dtype), source[0])
     arrived = staging.download(target)
     assert arrived.shape == (7, 9)
     assert arrived.dtype == source.dtype
@@ -377,7 +373,7 @@ def test_arrays_larger_than_the_buffers_come_back(cuda_kernels: CudaKernelsFacto
 def test_numbers_are_not_cut_off_to_integers(cuda_kernels: CudaKernelsFactory) -> None:
     runtime = cuda_kernels().runtime
     with pytest.raises(TypeError, match="same_kind"):
-        Staging(runtime, 64, count=1).upload(_array(runtime, 4, "int32"), np.full(4, 0.5))
+        Staging(runtime, 64, count=1).upload(array(runtime.device, (4,), "int32"), np.full(4, 0.5))
 
 
 def test_more_buffers_are_made_for_what_is_reserved_and_never_more_than_may_be(cuda_kernels: CudaKernelsFactory) -> None:
@@ -389,7 +385,7 @@ def test_more_buffers_are_made_for_what_is_reserved_and_never_more_than_may_be(c
     for size_bytes, count in ((0, 2), (129, 3), (64, 3), (64 * 1000, 5)):
         staging.reserve(size_bytes)
         assert pinned == [64] * count
-    values, target = np.arange(200.0), _array(runtime, 200, "float64")
+    values, target = np.arange(200.0), array(runtime.device, (200,), "float64")
     staging.upload(target, values)
     np.testing.assert_array_equal(staging.download(target), values)
 

@@ -499,21 +499,9 @@ def test_a_group_of_one_brings_what_it_has(load: Load, emulated_device: Emulated
     assert all(handle.test() for handle in handles)
     np.testing.assert_array_equal(read(other), np.arange(5.0))
     names = [name for name in fake.names() if name not in ("record", "memcpyAsync", "eventQuery")]
-    group = ["wait_event", "groupStart"]
-    reduction = [*group, "reduce", "nccl", "groupEnd"]
-    gather = [*group, "broadcast", "nccl", "groupEnd"]
-    assert names == [
-        "wait_event",
-        "allReduce",
-        "nccl",
-        *reduction,
-        *gather,
-        "wait_event",
-        "broadcast",
-        "nccl",
-        *group,
-        "groupEnd",
-    ]
+    group, broadcast = ["wait_event", "groupStart"], ["broadcast", "nccl"]
+    reduction, gather = [*group, "reduce", "nccl", "groupEnd"], [*group, *broadcast, "groupEnd"]
+    assert names == ["wait_event", "allReduce", "nccl", *reduction, *gather, "wait_event", *broadcast, *group, "groupEnd"]
     moved = {call[2] for call in fake.calls if call[0] == "nccl"}
     assert len(moved) == 1, "all of a process goes on one stream"
     fake.nccl_failing = "check_async_error"
@@ -602,10 +590,8 @@ def test_the_calls_of_the_real_nccl() -> None:
         "abort": [],
     }
     for name, parameters in calls.items():
-        text = getattr(nccl.NcclCommunicator, name).__doc__ or ""
-        inside = text.splitlines()[0].partition("(")[2].rpartition(")")[0] if text else ""
-        found = [item.partition("=")[0].split()[-1] for item in inside.split(", ") if item and item != "self"]
-        assert not text or found == parameters, f"{name}({inside})"
+        call = getattr(nccl.NcclCommunicator, name)
+        assert not call.__doc__ or _documented(call) == parameters, name
     assert all(callable(getattr(nccl, name)) for name in ("get_unique_id", "groupStart", "groupEnd"))
 
 

@@ -21,11 +21,10 @@ from hpctrain_testing.virtual.run import run_virtual, virtual_engine
 from tests.support import nets
 from tests.support.emulated import CudaKernelsFactory
 from tests.support.kernel_pairs import run
-from tests.support.training import Task, batches, replica_of
+from tests.support.rounded import DTYPES, assert_same_bits
+from tests.support.training import Result, Task, assert_same_training, batches, replica_of, train
 
 REFERENCE = NumpyKernelSet()
-
-DTYPES = ["float64", "float32", "bfloat16"]
 
 #: relative to the largest element, before the one rounding to bfloat16
 BAR = {"float64": 1e-10, "float32": 1e-5, "bfloat16": 1e-5}
@@ -182,10 +181,7 @@ def test_any_order_of_blocks_and_threads_has_the_same_bits(cuda_kernels: CudaKer
             values += [y, *gradients.inputs, *gradients.parameters.values(), *statistics.values()]
         return values
 
-    first = values_of(0)
-    for seed in (1, 2, 3):
-        for one, other in zip(first, values_of(seed), strict=True):
-            np.testing.assert_array_equal(one, other)
+    assert_same_bits([values_of(seed) for seed in range(4)])
 
 
 def test_normalised_values_are_accurate_with_a_large_mean(cuda_kernels: CudaKernelsFactory) -> None:
@@ -270,30 +266,20 @@ def test_statistics_of_several_ranks_are_merged(
 TASK = Task(nets.residual, NumpyKernelSet(), Sgd, steps=4)
 
 
-def _losses(comm: ThreadCommunicator, kernels: KernelSet) -> tuple[list[float], dict[str, np.ndarray]]:
-    replica, losses = replica_of(replace(TASK, kernels=kernels), comm, virtual_engine(comm), Sharded), []
-    for batch in batches(TASK, comm.rank, comm.size):
-        replica.step(batch, TASK.lr)
-        totals = replica.settle()
-        assert totals is not None
-        losses.append(totals.loss)
-    return losses, {name: view.copy() for name, view in replica.network.statistics.views.items()}
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2, 3])  # the last batch has 5 samples: shares are uneven, with one on the last rank
 def test_the_numbers_are_those_of_numpy(ranks: int, cuda_kernels: CudaKernelsFactory) -> None:
-    found = run_virtual(ranks, lambda comm: _losses(comm, cuda_kernels(seed=comm.rank)), seed=ranks)
-    expected = run_virtual(1, lambda comm: _losses(comm, NumpyKernelSet()))[0]
-    for losses, statistics in found:
-        np.testing.assert_allclose(losses, expected[0], rtol=1e-11)
-        for name, values in expected[1].items():
-            np.testing.assert_allclose(statistics[name], values, rtol=1e-10, atol=1e-12)
+    def trained(comm: ThreadCommunicator, kernels: KernelSet) -> Result:
+        return train(replace(TASK, kernels=kernels), comm, virtual_engine(comm), Sharded)
+
+    expected = run_virtual(1, lambda comm: trained(comm, NumpyKernelSet()))[0]
+    for result in run_virtual(ranks, lambda comm: trained(comm, cuda_kernels(seed=comm.rank)), seed=ranks):
+        assert_same_training(result, expected)
 
 
 @pytest.mark.slow
 def test_a_batch_norm_has_one_round_trip_in_each_direction(cuda_kernels: CudaKernelsFactory) -> None:
-    def program(comm: ThreadCommunicator) -> int:
+    def program(comm: ThreadCommunicator) -> None:
         kernels = cuda_kernels(seed=comm.rank)
         assert isinstance(kernels, CudaKernelSet)
         replica = replica_of(replace(TASK, kernels=kernels), comm, virtual_engine(comm), Sharded)
@@ -303,15 +289,9 @@ def test_a_batch_norm_has_one_round_trip_in_each_direction(cuda_kernels: CudaKer
             counter.clear()
             replica.step(batch, TASK.lr)
             counts.append(sum(times for (_, function), times in counter.items() if function.endswith("Staging._take")))
-        assert len(set(counts)) == 1
-        return counts[0]
+        assert set(counts) == {2 * sum(name.endswith("running_mean") for name in replica.network.statistics.views)}
 
-    norms = sum(name.endswith("running_mean") for name in _statistics_names())
-    assert run_virtual(2, program) == [2 * norms] * 2
-
-
-def _statistics_names() -> list[str]:
-    return list(run_virtual(1, lambda comm: _losses(comm, NumpyKernelSet()))[0][1])
+    run_virtual(2, program)
 
 
 @pytest.mark.parametrize("rows", [0, 1, 7, 49, 12544, 802816])

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from hpctrain.averaging.strategies.blocking import Blocking
-from hpctrain.backend.cuda.device import ConvolutionKey, Precision, bfloat16_bits, bfloat16_values
+from hpctrain.backend.cuda.device import ConvolutionKey, Precision
 from hpctrain.backend.cuda.kernel_set import CudaKernelSet
 from hpctrain.backend.numpy.classifier import SoftmaxCrossEntropy
 from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
@@ -37,25 +37,16 @@ from hpctrain.nn.network import Lowering, Network
 from hpctrain.optim.optimizers import Sgd
 from hpctrain.testing.operators import put, take
 from hpctrain_testing.virtual.run import lone_rank
+from tests.backend.numpy.test_elementwise_and_kernel_set import Strange
 from tests.support import nets
 from tests.support.emulated import CudaKernelsFactory
-from tests.support.training import Result, Task, train
-
-
-@dataclass(frozen=True)
-class Doubling:
-    """An operation that no set knows."""
-
-    def output(self, x: TensorSpec) -> TensorSpec:
-        return x
-
-    def flops(self, x: TensorSpec) -> int:
-        return 0
+from tests.support.rounded import assert_same_bits, rounded
+from tests.support.training import Result, Task, assert_same_training, train
 
 
 def test_an_unknown_operation_is_refused_by_name(cuda_kernels: CudaKernelsFactory) -> None:
-    with pytest.raises(BackendError, match="no operator for Doubling"):
-        cuda_kernels().make(Doubling(), (TensorSpec((2, 3)),), training=True)
+    with pytest.raises(BackendError, match="no operator for Strange"):
+        cuda_kernels().make(Strange(), (TensorSpec((2, 3)),), training=True)
 
 
 def step(kernels: KernelSet, *, synchronised: bool) -> tuple[list[np.ndarray], set[str]]:
@@ -117,9 +108,6 @@ def test_every_layer_has_an_operator(cuda_kernels: CudaKernelsFactory, name: str
             )
 
 
-TOLERANCE = 1e-10
-
-
 def _model(name: str, **options: object) -> Callable[[], Layer]:
     return lambda: catalogue.build(name, options)
 
@@ -139,23 +127,12 @@ def _trained(task: Task, kernels: KernelSet) -> Result:
     return train(replace(task, kernels=kernels), *lone_rank(), Blocking, keep_gradients=True)
 
 
-def _assert_close(result: Result, expected: Result) -> None:
-    for kind in ("gradients", "parameters", "statistics"):
-        values, aims = getattr(result, kind), getattr(expected, kind)
-        assert values.keys() == aims.keys()
-        for name, aim in aims.items():
-            limit = TOLERANCE * max(1.0, float(np.abs(aim).max()))
-            assert np.abs(values[name] - aim).max(initial=0.0) <= limit, f"{kind} of {name}"
-    for step, (totals, aim) in enumerate(zip(result.totals, expected.totals, strict=True)):
-        assert totals.loss == pytest.approx(aim.loss, rel=TOLERANCE), f"step {step}"
-        assert (totals.top1, totals.top5, totals.count) == (aim.top1, aim.top5, aim.count)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TASKS)
 def test_five_steps_are_those_of_numpy(cuda_kernels: CudaKernelsFactory, name: str) -> None:
-    expected = _trained(TASKS[name], NumpyKernelSet())
-    _assert_close(_trained(TASKS[name], cuda_kernels("float64", 1)), expected)
+    result, expected = (_trained(TASKS[name], kernels) for kernels in (cuda_kernels("float64", 1), NumpyKernelSet()))
+    assert_same_training(result, expected)
+    assert_same_training(Result(result.gradients, {}), Result(expected.gradients, {}))
 
 
 IMAGES = (17, 15, 3)
@@ -188,10 +165,6 @@ def model() -> Sequential:
     )
 
 
-def rounded(values: np.ndarray) -> np.ndarray:
-    return bfloat16_values(bfloat16_bits(values)).reshape(values.shape).astype(values.dtype)
-
-
 class Rounding(NumpyKernelSet):
     """Computes in float64 and rounds outputs and their gradients to bfloat16."""
 
@@ -220,7 +193,7 @@ class RoundingLoss(SoftmaxCrossEntropy):
     ) -> LossSums:
         sums = super().run(logits, labels, global_count, d_logits, class_scale)
         if d_logits is not None:
-            d_logits[...] = rounded(d_logits)
+            d_logits[...] = rounded(d_logits, "bfloat16")
         return sums
 
 
@@ -229,7 +202,7 @@ def _then_round(compute: Callable, arrays: Callable) -> Callable:
         compute(*arguments)
         for array in arrays():
             if array is not None:
-                array[...] = rounded(array)
+                array[...] = rounded(array, "bfloat16")
 
     return both
 
@@ -239,10 +212,10 @@ def gradients(kernels: KernelSet, dtype: str) -> dict[str, np.ndarray]:
     network = Network(model(), IMAGES, kernels, dtype=dtype, seed=1)
     arithmetic = kernels.arithmetic
     for parameter in network.parameters.values():
-        arithmetic.from_host(parameter.data, rounded(arithmetic.to_host(parameter.data)))
+        arithmetic.from_host(parameter.data, rounded(arithmetic.to_host(parameter.data), "bfloat16"))
     network.parameters_changed()
     program = network.program(len(LABELS), training=True)
-    x = rounded(np.random.default_rng(0).standard_normal((len(LABELS), *IMAGES)).astype(np.float32))
+    x = rounded(np.random.default_rng(0).standard_normal((len(LABELS), *IMAGES)), "bfloat16")
     program.set_input(x.astype(network.parameter_dtype))
     program.forward(CONTEXT)
     loss = program.loss(LABELS, len(LABELS))
@@ -284,7 +257,4 @@ def test_bfloat16_rounds_activations_and_little_else(cuda_kernels: CudaKernelsFa
 
 
 def test_all_orders_give_the_same_bits(cuda_kernels: CudaKernelsFactory) -> None:
-    first, *others = (gradients(cuda_kernels("bfloat16", seed=seed), "bfloat16") for seed in (0, 1, 2))
-    for other in others:
-        for name, gradient in first.items():
-            np.testing.assert_array_equal(gradient, other[name], err_msg=name)
+    assert_same_bits([list(gradients(cuda_kernels("bfloat16", seed=seed), "bfloat16").values()) for seed in range(3)])
