@@ -262,11 +262,7 @@ def test_each_holder_gets_back_its_own_and_others_the_sum() -> None:
     """Gradients of every holder are in a checkpoint; split layers are whole there, and go to another grid."""
     model = nets.plain()
     strategy = _lazy(99)
-
-    def filled(comm: ThreadCommunicator) -> CheckpointContent:
-        return taken(with_held_gradients(comm, strategy))
-
-    content = run_virtual(3, filled)[0]
+    content = run_virtual(3, lambda comm: taken(with_held_gradients(comm, strategy)))[0]
     assert all(values.shape[0] == 3 for values in _held(content).values())
     for rows, cols in ((1, 3), (1, 2), (2, 2), (3, 1), (2, 3)):
         again = partial(reloaded, model=model, plan=ParallelPlan(rows, cols, _M), strategy=strategy, content=content)

@@ -266,11 +266,6 @@ def test_shape_and_dtype_are_part_of_an_element_hash() -> None:
     assert len({hash_of(values) for values in zeros}) == len(zeros)
 
 
-def test_a_box_that_is_cut_twice_is_none() -> None:
-    with pytest.raises(AssertionError, match="several dims"):
-        PartPosition.of((4, 4), ((0, 2), (0, 2)))
-
-
 def test_one_hash_of_all_knows_names_and_no_order() -> None:
     assert hash_of_all({"a": "1", "b": "2"}) == hash_of_all({"b": "2", "a": "1"})
     assert len({hash_of_all({"a": "1", "b": "2"}), hash_of_all({"a": "2", "b": "1"}), hash_of_all({"a": "1"})}) == 3

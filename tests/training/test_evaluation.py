@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +15,6 @@ from hpctrain.backend.numpy.classifier import SoftmaxCrossEntropy
 from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
 from hpctrain.backend.operators import StepContext
 from hpctrain.backend.specs import SoftmaxCrossEntropySpec
-from hpctrain.comm.progress import ProgressEngine
 from hpctrain.core.errors import CheckpointError
 from hpctrain.data.loader import ArrayLoader
 from hpctrain.data.sampler import Sampler
@@ -35,11 +35,11 @@ from hpctrain.training.evaluation import (
     pairs,
     predict,
 )
-from hpctrain.training.metrics import EvaluationSums, RunningSums
-from hpctrain.training.replica import Replica, StrategyFactory
+from hpctrain.training.metrics import RunningSums
+from hpctrain.training.replica import Replica
 from hpctrain.training.snapshot import Position
 from hpctrain_testing.virtual.communicator import ThreadCommunicator
-from hpctrain_testing.virtual.run import run_virtual, virtual_engine
+from hpctrain_testing.virtual.run import lone_rank, run_virtual, virtual_engine
 from tests.support import nets, network_state
 from tests.support.training import Task, batches, made_up, replica_of
 
@@ -58,31 +58,31 @@ def _mean_chances(*arrays: np.ndarray) -> np.ndarray:
     return np.mean(chances, axis=0)
 
 
+def _loaders(images: np.ndarray, labels: np.ndarray, batch: int, **place: Any) -> tuple[ArrayLoader, ArrayLoader]:
+    """Of images, and of their mirror images."""
+    sampler = Sampler(len(images), batch, shuffle=False)
+    return ArrayLoader(images, labels, sampler, **place), ArrayLoader(images[:, :, ::-1], labels, sampler, **place)
+
+
 @pytest.mark.parametrize("flip", [False, True])
 @pytest.mark.parametrize(
     ("plan", "batch"),
     [
-        (ParallelPlan(), 8),
-        (ParallelPlan(1, 5), 1),
-        (ParallelPlan(3, 1, Parallelism.DOMAIN), 8),
-        (ParallelPlan(2, 1, Parallelism.MODEL), 64),
-        (ParallelPlan(2, 2), 5),
+        (ParallelPlan(), 8), (ParallelPlan(1, 5), 1), (ParallelPlan(3, 1, Parallelism.DOMAIN), 8),
+        (ParallelPlan(2, 1, Parallelism.MODEL), 64), (ParallelPlan(2, 2), 5),
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_confusions_are_exact_and_mirror_images_count_half_on_any_grid(plan: ParallelPlan, batch: int, flip: bool) -> None:
     images, labels, _ = made_up(TASK)
-    mirrors = np.ascontiguousarray(images[:, :, ::-1])
 
     def evaluate(comm: ThreadCommunicator) -> tuple[RunningSums, ConfusionMatrix]:
         replica = replica_of(replace(TASK, plan=plan), comm, virtual_engine(comm), Blocking)
-        sampler, counts = Sampler(len(images), batch, shuffle=False), ConfusionCounts(TASK.classes)
-        loader = ArrayLoader(images, labels, sampler, **replica.place)
-        mirrored = ArrayLoader(mirrors, labels, sampler, **replica.place) if flip else None
-        sums = replica.evaluate(loader, mirrored=mirrored, confusion=counts)
+        counts, (loader, mirrored) = ConfusionCounts(TASK.classes), _loaders(images, labels, batch, **replica.place)
+        sums = replica.evaluate(loader, mirrored=mirrored if flip else None, confusion=counts)
         return sums, counts.summed(replica.groups.all_ranks, replica.progress)
 
-    means = _mean_chances(images, *[mirrors] * flip)
+    means = _mean_chances(images, *[images[:, :, ::-1]] * flip)
     expected = np.zeros((TASK.classes, TASK.classes), np.int64)
     np.add.at(expected, (labels, means.argmax(axis=1)), 1)
     for sums, matrix in run_virtual(plan.rows * plan.cols, evaluate):
@@ -160,8 +160,7 @@ def _matrix(counts: list[list[int]]) -> ConfusionMatrix:
 
 
 def _summed(counts: ConfusionCounts) -> ConfusionMatrix:
-    (matrix,) = run_virtual(1, lambda comm: counts.summed(comm, virtual_engine(comm)))
-    return matrix
+    return counts.summed(*lone_rank())
 
 
 def test_no_sample_is_an_empty_matrix() -> None:
@@ -182,18 +181,16 @@ TOP = 3
 def test_any_grid_predicts_what_one_rank_does(plan: ParallelPlan, batch: int, flip: bool) -> None:
     images, labels, _ = made_up(TASK)
     images[7] = np.nan
-    mirrors = np.ascontiguousarray(images[:, :, ::-1])
 
     def run(comm: ThreadCommunicator) -> list[TopClasses]:
         engine = virtual_engine(comm)
         replica = replica_of(replace(TASK, plan=plan), comm, engine, Blocking)
-        sampler = Sampler(len(images), batch, shuffle=False)
-        loader, mirrored = (ArrayLoader(array, labels, sampler, **replica.place) for array in (images, mirrors))
+        loader, mirrored = _loaders(images, labels, batch, **replica.place)
         with np.errstate(invalid="ignore"):
             found = predict(replica.network, loader, replica.groups.all_ranks, engine, TOP, mirrored=mirrored if flip else None)
             return list(found)
 
-    means = _mean_chances(images, *[mirrors] * flip)
+    means = _mean_chances(images, *[images[:, :, ::-1]] * flip)
     order = np.argsort(-means, axis=1, kind="stable")[:, :TOP]
     finite = np.arange(len(images)) != 7
     for found in run_virtual(plan.rows * plan.cols, run):
@@ -211,7 +208,7 @@ def test_of_equal_classes_the_first_comes_first() -> None:
     for group in network.groups.values():
         group.data[...] = 0
     images, labels, _ = made_up(TASK)
-    loader = ArrayLoader(images, labels, Sampler(len(images), 50, shuffle=False))
+    loader, _ = _loaders(images, labels, 50)
     ((found,),) = run_virtual(1, lambda comm: list(predict(network, loader, comm, virtual_engine(comm), 5)))
     assert (found.labels == np.arange(5)).all()
     assert np.allclose(found.probabilities, 0.2, rtol=1e-15)
@@ -236,8 +233,7 @@ def test_what_is_not_finite_stays_so_without_a_warning(value: float) -> None:
 
 def test_pairs_are_of_the_same_samples() -> None:
     images, labels = np.arange(11.0).reshape(11, 1, 1, 1) * np.array([1.0, -1.0])[:, None], np.zeros(11, np.int64)
-    sampler = Sampler(11, 4, shuffle=False)
-    loader, mirrored = (ArrayLoader(array, labels, sampler) for array in (images, images[:, :, ::-1]))
+    loader, mirrored = _loaders(images, labels, 4)
     for batch, mirror in pairs(loader, mirrored):
         assert mirror is not None
         assert np.array_equal(batch.x, mirror.x[:, :, ::-1])
@@ -257,9 +253,7 @@ def test_the_mean_over_mirror_images_is_that_of_torch() -> None:
     with torch.no_grad():
         mean = (torch.softmax(module(x), 1) + torch.softmax(module(torch.flip(x, [3])), 1)) / 2
     loss = torch.nn.functional.nll_loss(mean.log(), torch.from_numpy(batch.labels), reduction="sum").item()
-    images = batch.x.astype(np.float64)
-    sampler = Sampler(samples, 4, shuffle=False)
-    loader, mirrored = (ArrayLoader(array, batch.labels, sampler) for array in (images, images[:, :, ::-1]))
+    loader, mirrored = _loaders(batch.x.astype(np.float64), batch.labels, 4)
     logs = [log_probabilities(network, *pair) for pair in pairs(loader, mirrored)]
     assert np.allclose(np.exp(np.concatenate(logs)), mean.numpy(), rtol=1e-10)
     (sums,) = run_virtual(1, lambda comm: evaluate(network, loader, comm, virtual_engine(comm), mirrored=mirrored))
@@ -271,36 +265,36 @@ RULE = EmaRule(0.8)
 AVERAGED = Task(nets.residual, NumpyKernelSet(), partial(Sgd, momentum=0.9), samples=19, batch=8, steps=4, ema=RULE)
 
 
-def _loader(replica: Replica, ranks: int) -> ArrayLoader:
+def _means(replica: Replica) -> dict[str, float]:
+    """Of an evaluation."""
     images, labels, _ = made_up(AVERAGED)
-    sampler = Sampler(AVERAGED.samples, AVERAGED.batch, seed=0, shuffle=False)
-    return ArrayLoader(images, labels, sampler, rank=replica.groups.position, ranks=ranks, split_size=1, tiles=replica.tiles)
+    return replica.evaluate(_loaders(images, labels, AVERAGED.batch, **replica.place)[0]).means()
 
 
-def _trained(
-    comm: ThreadCommunicator, progress: ProgressEngine, strategy: StrategyFactory, task: Task = AVERAGED
-) -> tuple[CheckpointContent, dict[str, float]]:
-    replica = replica_of(task, comm, progress, strategy)
+def _trained(comm: ThreadCommunicator, task: Task = AVERAGED) -> tuple[CheckpointContent, dict[str, float]]:
+    replica = replica_of(task, comm, virtual_engine(comm), Sharded)
     for batch in batches(task, comm.rank, comm.size, replica.tiles):
         replica.step(batch, AVERAGED.lr)
-    sums = replica.evaluate(_loader(replica, comm.size))
-    assert isinstance(sums, EvaluationSums)
-    return replica.state(Position(global_step=AVERAGED.steps), {}, copied=True), sums.means()
+    means = _means(replica)
+    return replica.state(Position(global_step=AVERAGED.steps), {}, copied=True), means
 
 
 @pytest.fixture(scope="module")
 def trained() -> tuple[CheckpointContent, dict[str, float]]:
     """The state of a training, and what its evaluation has said."""
-    return run_virtual(3, lambda comm: _trained(comm, _engine(comm), Sharded))[0]
-
-
-def _engine(comm: ThreadCommunicator) -> ProgressEngine:
-    return ProgressEngine(rank=comm.rank, deadline_seconds=60, abort=comm.abort)
+    return run_virtual(3, _trained)[0]
 
 
 def _alone(task: Task) -> Replica:
     """A replica on one rank."""
-    return run_virtual(1, lambda comm: replica_of(task, comm, _engine(comm), Blocking))[0]
+    return replica_of(task, *lone_rank(), Blocking)
+
+
+def _evaluated(content: CheckpointContent, averaged: bool) -> dict[str, float]:
+    """The means of loaded weights, or of their averages, on one rank."""
+    replica = _alone(replace(AVERAGED, ema=None))
+    replica.load_weights(content, averaged=averaged)
+    return _means(replica)
 
 
 def test_an_evaluation_is_one_of_the_weights_and_one_of_their_average(
@@ -309,8 +303,9 @@ def test_an_evaluation_is_one_of_the_weights_and_one_of_their_average(
     content, means = trained
 
     for averaged, prefix in ((False, ""), (True, "ema_")):
-        alone = run_virtual(1, partial(_evaluated, content=content, averaged=averaged))[0]
-        assert alone == pytest.approx({name: means[f"{prefix}{name}"] for name in ("loss", "top1", "top5")}, rel=1e-12)
+        assert _evaluated(content, averaged) == pytest.approx(
+            {name: means[f"{prefix}{name}"] for name in ("loss", "top1", "top5")}, rel=1e-12
+        )
     assert means["loss"] != means["ema_loss"]
 
 
@@ -352,13 +347,13 @@ def test_what_is_frozen_has_no_average_and_is_its_own(ranks: int) -> None:
     task = replace(AVERAGED, frozen=FROZEN)
 
     def program(comm: ThreadCommunicator) -> tuple[CheckpointContent, dict[str, float], set[str]]:
-        content, means = _trained(comm, _engine(comm), Sharded, task)
-        again = replica_of(task, comm, _engine(comm), Sharded)
+        content, means = _trained(comm, task)
+        again = replica_of(task, comm, virtual_engine(comm), Sharded)
         again.load(content)
         state, (parts, _) = again.state(Position(), {}, copied=True), again.own_parts(Position(), {})
         for key, values in content.tensors.items():
             assert np.array_equal(state.tensors[key], values), key
-        assert again.evaluate(_loader(again, comm.size)).means() == means
+        assert _means(again) == means
         return content, means, set(parts)
 
     results = run_virtual(ranks, program)
@@ -374,14 +369,9 @@ def test_what_is_frozen_has_no_average_and_is_its_own(ranks: int) -> None:
     reader.load_weights(content, averaged=True)
     for name, parameter in reader.network.parameters.items():
         assert np.array_equal(parameter.data, content.tensors.get(f"optimizer/ema/{name}", content.tensors[f"parameters/{name}"]))
-    found = run_virtual(1, partial(_evaluated, content=content, averaged=True))[0]
-    assert found == pytest.approx({name: means[f"ema_{name}"] for name in ("loss", "top1", "top5")}, rel=1e-12)
-
-
-def _evaluated(comm: ThreadCommunicator, content: CheckpointContent, averaged: bool) -> dict[str, float]:
-    replica = replica_of(replace(AVERAGED, ema=None), comm, _engine(comm), Blocking)
-    replica.load_weights(content, averaged=averaged)
-    return replica.evaluate(_loader(replica, comm.size)).means()
+    assert _evaluated(content, averaged=True) == pytest.approx(
+        {name: means[f"ema_{name}"] for name in ("loss", "top1", "top5")}, rel=1e-12
+    )
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -392,10 +382,10 @@ def test_an_average_begins_with_weights_that_are_loaded_before_the_first_step(
     content, means = trained
 
     def program(comm: ThreadCommunicator) -> None:
-        replica = replica_of(AVERAGED, comm, _engine(comm), Sharded)
+        replica = replica_of(AVERAGED, comm, virtual_engine(comm), Sharded)
         for _ in range(2):
             replica.load_weights(content)
-            found = replica.evaluate(_loader(replica, comm.size)).means()
+            found = _means(replica)
             assert found["ema_loss"] == found["loss"] == pytest.approx(means["loss"], rel=1e-12)
         state = replica.state(Position(), {}, copied=True).tensors
         for name in replica.network.parameters:

@@ -258,34 +258,24 @@ def test_split_parameters_are_compared_with_the_same_part(rank: int) -> None:
     assert f"On rank {rank} parameter {name} changed between two updates" in run.error
 
 
-def test_first_values_are_compared_before_the_first_step() -> None:
+@pytest.mark.parametrize("what", ["parameter fc1.bias", "the schedule of parameters all"])
+def test_first_values_and_schedules_are_compared_before_the_first_step(what: str) -> None:
     def program(comm: ThreadCommunicator) -> tuple[str, tuple[int, ...]]:
         replica = replica_of(TASK, comm, virtual_engine(comm), Sharded)
-        if comm.rank == 2:
+        if comm.rank == 2 and "parameter " in what:
             _parameter(replica, "fc1.bias")
             replica.parameters_written()
+        elif comm.rank == 2:
+            (averager,) = replica.averagers.values()
+            assert averager.schedule is not None
+            averager.schedule = replace(averager.schedule, operations=averager.schedule.operations[::-1])
         with pytest.raises(CorruptedStateError) as error:
             replica.require_alike(schedules=True)
         return str(error.value), error.value.ranks
 
     ((text, ranks),) = set(run_virtual(3, program))
-    assert text.startswith("After step 0 rank 2 holds other bits of parameter fc1.bias than ranks 0-1;")
+    assert text.startswith(f"After step 0 rank 2 holds other bits of {what} than ranks 0-1;")
     assert ranks == (2,)
-
-
-def test_schedules_are_compared_before_the_first_step() -> None:
-    def program(comm: ThreadCommunicator) -> str:
-        replica = replica_of(TASK, comm, virtual_engine(comm), Sharded)
-        (averager,) = replica.averagers.values()
-        assert averager.schedule is not None
-        if comm.rank == 0:
-            averager.schedule = replace(averager.schedule, operations=averager.schedule.operations[::-1])
-        with pytest.raises(CorruptedStateError) as error:
-            replica.require_alike(schedules=True)
-        return str(error.value)
-
-    (text,) = set(run_virtual(3, program))
-    assert "rank 0 holds other bits of the schedule of parameters all than ranks 1-2" in text
 
 
 @pytest.mark.parametrize("flip", [_parameter, _state])
