@@ -552,19 +552,6 @@ def _owned(group: FlatGroup) -> list[Segment]:
     return [segment for segments in _pieces(group) for segment in segments]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_updates_are_those_of_the_optimiser_and_nothing_is_found(dtype: str) -> None:
-    group, other = _group(dtype), _group(dtype)
-    plain = Sgd(momentum=0.9)
-    plain.bind(other, _owned(other))
-    watched, guards = _bound(group)
-    for number in range(4):
-        _watched_step(watched, group, _pieces(group), number)
-        _watched_step(plain, other, _pieces(other), number)
-    assert group.data.tobytes() == other.data.tobytes()
-    assert not _changed(guards)
-
-
 @given(place=st.integers(0, 24), bit=st.integers(0, 31), late=st.booleans())
 def test_every_flipped_bit_is_found_with_its_parameter(place: int, bit: int, late: bool) -> None:
     """Of the momentum, at the next update or where all is compared."""

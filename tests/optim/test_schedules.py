@@ -210,11 +210,3 @@ def test_training_that_is_all_warm_up():
     for schedule in (Constant(**COMMON, warmup_epochs=9), Cosine(**COMMON, warmup_epochs=9, final_lr=0.1)):
         assert schedule.lr(62) == pytest.approx(0.4 * (0.1 + 0.9 * 62 / 63))
     assert Cosine(**COMMON, warmup_epochs=9, final_lr=0.1).lr(63) == pytest.approx(0.1)
-
-
-def test_names_and_options():
-    assert SCHEDULES.names() == ("constant", "cosine", "one_cycle", "plateau", "polynomial", "step")
-    assert SCHEDULES.find("cosine") is Cosine
-    made = make("step", {"milestones_epochs": [3, 6]}, 0.1, 9, 5, 1)
-    assert made == Step(base_lr=0.1, epochs=9, steps_per_epoch=5, warmup_epochs=1, milestones_epochs=(3, 6))
-    assert hash(made) == hash(made)
