@@ -201,36 +201,18 @@ def parse(
     refusal: Refusal | None = None,
     *,
     stored: bool = False,
+    located: bool = True,
 ) -> tuple[Config, Source]:
     """Return the configuration in a text; otherwise as `load`.
 
     Args:
         label: path of the file in messages.
         stored: whether a run or checkpoint stores the text. Keys that only earlier releases had are then ignored.
+        located: whether messages contain lines of the text.
     """
     data, places = read_yaml(text, label)
-    data, places = ({}, {(): label}) if data is None else (data, places)
-    return _checked(data, places, label, overrides, refusal, stored=stored)
-
-
-def from_mapping(
-    mapping: Mapping[str, Any], overrides: Sequence[str] = (), refusal: Refusal | None = None
-) -> tuple[Config, Source]:
-    """Return the configuration in a mapping, whose values may also be paths and NumPy's numbers; otherwise as `load`."""
-    data, _ = read_yaml(flow(mapping), "config")
-    return _checked(data, {(): "config"}, "config", overrides, refusal)
-
-
-def _checked(
-    data: Any,
-    places: dict[KeyPath, str],
-    label: str,
-    overrides: Sequence[str],
-    refusal: Refusal | None,
-    *,
-    stored: bool = False,
-) -> tuple[Config, Source]:
-    """Return the configuration in plain data, with overrides; otherwise as `load`."""
+    if data is None or not located:
+        data, places = data or {}, {(): label}
     for override, following in zip(overrides, (*overrides, "")[1:], strict=True):
         data = _override(data, places, override, following)
     source = Source(label, places)
@@ -240,6 +222,13 @@ def _checked(
     except ValidationError as error:
         sentences = [str(source.error(path, sentence)) for path, sentence in _faults(error, data, refusal)]
     raise ConfigError("\n".join(dict.fromkeys(sentences)))
+
+
+def from_mapping(
+    mapping: Mapping[str, Any], overrides: Sequence[str] = (), refusal: Refusal | None = None
+) -> tuple[Config, Source]:
+    """Return the configuration in a mapping, whose values may also be paths and NumPy's numbers; otherwise as `load`."""
+    return parse(flow(mapping), "config", overrides, refusal, located=False)
 
 
 #: keys that earlier releases had -> (default, which their stored configurations contain; what to do instead)
