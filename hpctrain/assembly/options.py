@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import groupby
 from typing import Any
 
@@ -209,7 +210,7 @@ def _model(name: str) -> Choice:
         height, width, channels = catalogue.image_shape(name)
         settled = " and ".join(f"{option} {_spoken(value)}" for option, value in known.fixed.items())
         sentence = f"{known.family} with {settled}, for {height} x {width} x {channels} images."
-    options = _options(known.builder, (*known.fixed, *FOLLOWING))
+    options = _options(known.builder, frozenset((*known.fixed, *FOLLOWING)))
     return Choice(name, sentence, options, known.family, known.fixed)
 
 
@@ -217,7 +218,8 @@ def _spoken(value: object) -> str:
     return {True: "on", False: "off"}[value] if isinstance(value, bool) else str(value)
 
 
-def _options(entry: Callable[..., Any], left_out: Collection[str]) -> tuple[Option, ...]:
+@cache
+def _options(entry: Callable[..., Any], left_out: frozenset[str]) -> tuple[Option, ...]:
     options_type = options_of(entry)
     meanings = _meanings(options_type)
     return tuple(
