@@ -66,17 +66,17 @@ def load_checked(file: str | Path, overrides: Collection[str] = ()) -> Config:
     return config
 
 
-def check_config(config: Config, source: Source) -> Config:
-    """Return the configuration with the default of every option, after all checks that need neither data nor MPI.
+def check_config(config: Config, source: Source) -> Recipe:
+    """Return the recipe of the configuration with the default of every option, after all checks that need neither data nor MPI.
 
     Raises:
         ConfigError: one sentence for each fault, each with its position.
     """
-    recipe = Recipe(config, grid=(config.grid.rows, config.grid.cols or 1))
+    recipe = Recipe.of(config, grid=(config.grid.rows, config.grid.cols or 1))
     found = list(faults(recipe, source))
     if found:
         raise config_error(found, source)
-    return filled(config)
+    return replace(recipe, config=filled(config))
 
 
 def refusal(path: KeyPath, name: str) -> str | None:
@@ -187,7 +187,7 @@ def _cuda_faults(config: Config) -> Iterator[Fault]:
         words = f"averager.wire_parameters is {wire}, but backend cuda does not convert parameters for messages yet; set it to"
         yield Fault(("averager", "wire_parameters"), f"{words} float32, {_HOST_SETS}.", WHOLE)
     with suppress(ConfigError):  # unknown names have an error of their own
-        if config.transport == "nccl" and Recipe(config).averager.kind.chooses_on_host:
+        if config.transport == "nccl" and Recipe.of(config).averager.kind.chooses_on_host:
             words = f"transport is nccl, but averager {averager} chooses the elements to send on the host; set transport to"
             yield Fault(("transport",), f"{words} auto, staged or mpi.", WHOLE)
 
@@ -238,12 +238,31 @@ def _evaluation_faults(config: Config) -> Iterator[Fault]:
         yield Fault(("schedule", "warmup_epochs"), sentence, WHOLE)
 
 
+def _check_averager(recipe: Recipe) -> None:
+    """Check the averager for a group without parameters on one rank, because its faults depend on neither."""
+    config = recipe.config
+    optimizer: Optimizer = Sgd()
+    with suppress(HpctrainError):  # reported as a fault of the optimiser
+        optimizer = recipe.prototype
+    group = PlannedGroup(
+        GroupLayout({}, config.dtype),
+        1,
+        nominal_batch=config.batch,
+        micro_batches=config.micro_batches,
+        norms_needed=optimizer.norms_needed,
+        several_groups=recipe.splits_parameters,
+        momentum=optimizer.momentum,
+        shards=config.exact.shards,
+    )
+    recipe.averager.check(group)
+
+
 #: section with a name -> part of the recipe that is made from it
 _PARTS: Mapping[str, Callable[[Recipe], object]] = {
     "model": lambda recipe: recipe.model,
     "optimizer": lambda recipe: recipe.prototype,
     "schedule": lambda recipe: recipe.schedule(),
-    "averager": lambda recipe: _probe(recipe),
+    "averager": _check_averager,
 }
 
 
@@ -268,32 +287,13 @@ def _named_faults(recipe: Recipe, source: Source) -> Iterator[Fault]:
 
 def _make_part(recipe: Recipe, key: str, part: Callable[[Recipe], object], section: Named) -> None:
     unchanged = section is getattr(recipe.config, key)
-    part(recipe if unchanged else replace(recipe, config=recipe.config.model_copy(update={key: section})))
+    part(recipe if unchanged else Recipe.of(recipe.config.model_copy(update={key: section}), grid=recipe.grid))
 
 
 def _make_item(kind: str, item: Named) -> None:
     # A reporter is not constructed: its constructor may open files or connections.
     make = registry(kind).check if kind == "reporters" else registry(kind).create
     make(item.name, item.options)
-
-
-def _probe(recipe: Recipe) -> None:
-    """Make the averaging strategy for no parameters on one rank, because its faults depend on neither."""
-    config = recipe.config
-    optimizer: Optimizer = Sgd()
-    with suppress(HpctrainError):  # reported as a fault of the optimiser
-        optimizer = recipe.prototype
-    group = PlannedGroup(
-        GroupLayout({}, config.dtype),
-        1,
-        nominal_batch=config.batch,
-        micro_batches=config.micro_batches,
-        norms_needed=optimizer.norms_needed,
-        several_groups=recipe.splits_parameters,
-        momentum=optimizer.momentum,
-        shards=config.exact.shards,
-    )
-    recipe.averager.strategy(group)
 
 
 def _option_faults(source: Source, path: KeyPath, section: Named, make: Callable[[Named], object]) -> Iterator[Fault]:

@@ -385,7 +385,7 @@ def check_files(config: Config) -> tuple[Recipe, Images] | None:
             images, _ = training_images(config, open_images(config, "train"), None)
     if images is None:
         return None
-    recipe = Recipe(config, images.facts(config.epochs), (config.grid.rows, config.grid.cols or 1))
+    recipe = Recipe.of(config, images.facts(config.epochs), (config.grid.rows, config.grid.cols or 1))
     data = DataFacts.of(images.file)
     largest, shapes = recipe.image_shape, images.shapes(config.epochs)
     notes = [*images.notes]

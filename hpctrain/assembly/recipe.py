@@ -62,9 +62,10 @@ class Given:
 
 @dataclass(frozen=True, eq=False)
 class Recipe:
-    """Configuration with the known facts about images, grid and backend.
+    """Configuration with its averager, and the known facts about images, grid and backend.
 
     Attributes:
+        averager: averager of the configuration, which resolves its options once for this recipe and all that are made from it.
         facts: facts about the images; None: the model's default images.
         grid: numbers of rows and columns; None: not known yet.
         backend: backend of this rank; None: graphs are lowered in float32.
@@ -72,10 +73,16 @@ class Recipe:
     """
 
     config: Config
+    averager: AveragerChoice
     facts: ImageFacts | None = None
     grid: tuple[int, int] | None = None
     backend: Backend | None = None
     given: Given | None = None
+
+    @classmethod
+    def of(cls, config: Config, facts: ImageFacts | None = None, grid: tuple[int, int] | None = None) -> Recipe:
+        """Return the recipe of a configuration."""
+        return cls(config, AveragerChoice(config.averager.name, config.averager.options), facts, grid)
 
     @property
     def model_options(self) -> dict[str, Any]:
@@ -157,11 +164,6 @@ class Recipe:
         if self.given is not None:
             return self.given.optimizer()
         return OPTIMIZERS.create(self.config.optimizer.name, self.config.optimizer.options)
-
-    @cached_property
-    def averager(self) -> AveragerChoice:
-        """The averager, whose strategies are made from its options."""
-        return AveragerChoice(self.config.averager.name, self.config.averager.options)
 
     def schedule(self, samples: int = 0) -> LearningRateSchedule:
         """Return the learning-rate schedule for a number of samples of an epoch.

@@ -37,7 +37,7 @@ class AveragerChoice:
     name: str = "sharded"
     options: Mapping[str, Any] = field(default_factory=dict)
 
-    @property
+    @cached_property
     def kind(self) -> type[Strategy]:
         """Class of the strategy."""
         return cast(type[Strategy], AVERAGERS.find(self.name))
@@ -65,13 +65,52 @@ class AveragerChoice:
         keywords = self._keywords
         with AVERAGERS.refusals(self.name):
             strategy = self.kind(group=group, **keywords)
-        _check_order(self.name, strategy)
+        self._check_sums(group, strategy, strategy.options)
+        return strategy
+
+    def check(self, group: PlannedGroup) -> None:
+        """Raise the error that `strategy` would raise for the group.
+
+        Only a user's strategy is made: its constructor may have rules of its own.
+        """
+        if not self.kind.__module__.startswith("hpctrain."):
+            self.strategy(group)
+            return
+        options = self._keywords["options"]
+        self.kind.check(group, options)
+        self._check_sums(group, self.kind, options)
+
+    def _check_sums(self, group: PlannedGroup, strategy: Strategy | type[Strategy], options: Any) -> None:
+        """Raise unless the strategy with these options computes the required norms and keeps the required order of shards.
+
+        The option two_level is accepted: with shards, it is ignored and sums have one level.
+        """
         if group.needs_norms and not strategy.adds_norms:
             raise ConfigError(
                 f"The averager {self.name} computes no norms (its class does not set adds_norms), which optimizer.clip_norm and "
                 f"lars require; remove clip_norm and use sgd, or use another averager."
             )
-        return strategy
+        if group.shards is None:
+            return
+        if not strategy.sums_shards:
+            raise ConfigError(
+                f"The averager {self.name} does not sum the unchanged gradients of each step, which exact.shards requires; use "
+                "sharded, priority, bucketed, overlap or blocking, or remove exact."
+            )
+        for option in ("wire", "wire_parameters"):
+            value = getattr(options, option, "float32")
+            if value != "float32":
+                raise OptionError(
+                    f"{option} is {value}, but exact.shards requires unrounded messages, because rounding depends on the ranks; "
+                    f"set {option} to float32.",
+                    option,
+                )
+        if getattr(options, "fc_exchange", None) == "always":
+            raise OptionError(
+                "fc_exchange is always, but products of exchanged inputs and errors do not sum in the order of exact.shards; "
+                "set fc_exchange to auto or never.",
+                "fc_exchange",
+            )
 
     def __reduce__(self) -> tuple[type[AveragerChoice], tuple[str, dict[str, Any]]]:
         return AveragerChoice, (self.name, dict(self.options))  # without what is cached, which may not be picklable
@@ -79,35 +118,6 @@ class AveragerChoice:
     def __str__(self) -> str:
         options = ", ".join(f"{name} {value}" for name, value in self.options.items())
         return f"{self.name} with {options}" if options else self.name
-
-
-def _check_order(name: str, strategy: Strategy) -> None:
-    """Raise if sums must follow the order of shards and the strategy or one of its options cannot keep this order.
-
-    The option two_level is accepted: with shards, it is ignored and sums have one level.
-    """
-    group, options = strategy.group, strategy.options
-    if group.shards is None:
-        return
-    if not strategy.sums_shards:
-        raise ConfigError(
-            f"The averager {name} does not sum the unchanged gradients of each step, which exact.shards requires; use sharded, "
-            "priority, bucketed, overlap or blocking, or remove exact."
-        )
-    for option in ("wire", "wire_parameters"):
-        value = getattr(options, option, "float32")
-        if value != "float32":
-            raise OptionError(
-                f"{option} is {value}, but exact.shards requires unrounded messages, because rounding depends on the ranks; "
-                f"set {option} to float32.",
-                option,
-            )
-    if getattr(options, "fc_exchange", None) == "always":
-        raise OptionError(
-            "fc_exchange is always, but products of exchanged inputs and errors do not sum in the order of exact.shards; "
-            "set fc_exchange to auto or never.",
-            "fc_exchange",
-        )
 
 
 def make_averager(strategy: Strategy, setup: AveragerSetup, stored: CollectiveSchedule | None = None) -> GradientAverager:

@@ -444,6 +444,20 @@ class Strategy(ABC):
     def __init__(self, group: PlannedGroup, options: Any = None) -> None:
         self.group = group
         self.options = self.Options() if options is None else options
+        self.check(group, self.options)
+
+    @classmethod
+    def check(cls, group: PlannedGroup, options: Any) -> None:
+        """Raise a ConfigError unless the options fit the group. The constructor calls this method.
+
+        A check of a configuration calls it for a group without parameters on one rank.
+        """
+        if getattr(options, "fc_exchange", "never") == "always" and group.micro_batches > 1:
+            raise OptionError(
+                f"fc_exchange is always, but micro_batches is {group.micro_batches}; set micro_batches to 1, or fc_exchange to "
+                f"auto or never.",
+                "fc_exchange",
+            )
 
     @property
     def levels(self) -> Levels | None:

@@ -43,7 +43,6 @@ from hpctrain.averaging.slicing import Slice, cut, fingerprint, fused, layer_sli
 from hpctrain.averaging.sufficient_factors import FcExchange, exchanging_layers
 from hpctrain.comm.groups import Levels, levels
 from hpctrain.comm.link import LinkModel
-from hpctrain.core.errors import OptionError
 from hpctrain.optim.base import NormsNeeded
 
 
@@ -74,12 +73,6 @@ class ReduceScatterStrategy(Strategy):
         super().__init__(group, options)
         self.apart: frozenset[str] = frozenset()
         options = self.options
-        if options.fc_exchange == "always" and group.micro_batches > 1:
-            raise OptionError(
-                f"fc_exchange is always, but micro_batches is {group.micro_batches}; set micro_batches to 1, or fc_exchange to "
-                f"auto or never.",
-                "fc_exchange",
-            )
         two_level = options.two_level and group.shards is None  # the order of shards is independent of nodes
         self._levels = levels(group.nodes) if two_level and group.nodes is not None else None
         # With two levels a node counts as one rank, because the rule concerns traffic on its link.

@@ -220,7 +220,7 @@ def _needed(config: Config, file: ImageFile, shape: tuple[int, int, int]) -> flo
     """
     if shape[0] != shape[1] or config.dtype != "float32":
         return None
-    options = Recipe(config, ImageFacts((shape,), len(file.class_names))).model_options
+    options = Recipe.of(config, ImageFacts((shape,), len(file.class_names))).model_options
     step = EngineStep(workload(config.model.name, min(config.batch, _STEP_IMAGES), shape[0], options), config.backend)
     step.run()
     seconds = []

@@ -373,7 +373,7 @@ def _grid(config: Config, ranks: int) -> str:
     cols = columns(config, ranks)
     check_grid(config.grid.rows, cols, ranks)
     check_batch(config.batch, config.grid.rows, cols)
-    return describe(Recipe(config, grid=(config.grid.rows, cols)).plan)
+    return describe(Recipe.of(config, grid=(config.grid.rows, cols)).plan)
 
 
 def judge_training(job: JobView, facts: Sequence[tuple[str, str]]) -> list[DoctorFinding]:

@@ -101,7 +101,7 @@ class AutomaticChoice:
             config = self.applied(task.config)
             graph = task.job.graph_of(1)
             grid = config.grid.rows, max(1, self.ranks // config.grid.rows)
-            Recipe(config, grid=grid).plan.check([node.name for node in graph.nodes])
+            Recipe.of(config, grid=grid).plan.check([node.name for node in graph.nodes])
         except ConfigError as error:
             reason = str(error).rstrip(".")
         else:
@@ -118,7 +118,7 @@ class AutomaticChoice:
         Args:
             config: configuration with the choice applied.
         """
-        plan = Recipe(config, grid=(config.grid.rows, max(1, self.ranks // config.grid.rows))).plan
+        plan = Recipe.of(config, grid=(config.grid.rows, max(1, self.ranks // config.grid.rows))).plan
         what = ", ".join(self.sections)
         return (
             f"{what} auto: {chosen_words(plan, config.averager.name, config.averager.options)}, "
@@ -128,7 +128,7 @@ class AutomaticChoice:
 
 @dataclass(frozen=True)
 class Resolved:
-    """Configuration without open sections, the same on every rank.
+    """Recipe of a configuration without open sections, the same on every rank.
 
     Attributes:
         choice: choice that was applied; None if no section was open.
@@ -137,7 +137,7 @@ class Resolved:
         backend: backend of this rank, with which the choice was made; None if no section was open.
     """
 
-    config: Config
+    recipe: Recipe
     choice: AutomaticChoice | None = None
     machine: Machine | None = None
     lines: tuple[str, ...] = ()

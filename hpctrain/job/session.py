@@ -9,7 +9,7 @@ import logging
 import os
 import platform
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
 from typing import TypeVar
@@ -187,12 +187,12 @@ class Session(StartedRank):
     @property
     def config(self) -> Config:
         """Configuration without open sections."""
-        return self.resolved.config
+        return self.resolved.recipe.config
 
     @property
     def recipe(self) -> Recipe:
         """Recipe of the configuration on the grid, without facts about images and without a backend."""
-        return Recipe(self.config, grid=(self.grid.rows, self.grid.cols))
+        return replace(self.resolved.recipe, grid=(self.grid.rows, self.grid.cols))
 
     def backend(self) -> Backend:
         """Return the backend of this rank: that of the search, if any, because the first backend of a process chooses its GPU."""
@@ -220,7 +220,7 @@ class Session(StartedRank):
             ShapeError: the number of ranks is not the product of the grid's rows and columns.
             ConfigError: the batch has fewer samples than ranks that share them.
         """
-        config = resolved.config
+        config = resolved.recipe.config
         assert not config.automatic, "all open sections must be chosen before the grid is created"
         grid, progress = on_grid(
             world,

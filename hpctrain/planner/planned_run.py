@@ -161,7 +161,7 @@ def prepare(
     Raises:
         HpctrainError: configuration, file and grid do not agree.
     """
-    recipe = Recipe(config).on(ranks)
+    recipe = Recipe.of(config).on(ranks)
     facts = _facts(config, image, classes)
     backend = backend or make_backend(config.backend, config.dtype, config.precision)
     recipe = replace(recipe, facts=facts, backend=backend)
@@ -194,7 +194,7 @@ def _facts(config: Config, image: ImageShape | None, classes: int | None) -> Ima
 def _of_the_model(config: Config) -> tuple[ImageShape, int]:
     """Return the shape of the model's default images after the configured augmentations, and its number of classes."""
     options = catalogue.check(config.model.name, config.model.options)
-    shape = Recipe(config).image_shape
+    shape = Recipe.of(config).image_shape
     steps = [(step.name, step.options) for step in config.data.augment]
     flat = np.zeros(shape[2])
     with suppress(ShapeError):  # if crops need larger images than the model's default, keep the default

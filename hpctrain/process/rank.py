@@ -30,6 +30,7 @@ from hpctrain.process.start import NO_RANK, begin_log
 from hpctrain.version import __version__
 
 if TYPE_CHECKING:
+    from hpctrain.assembly.recipe import Recipe
     from hpctrain.comm.base import Communicator
     from hpctrain.config.schema import Config
     from hpctrain.core.yaml_source import Source
@@ -125,7 +126,7 @@ class RankProcess:
             resume: earlier run of `--resume`, whose automatic choices are reused.
         """
         prepared = self._prepared(read)  # steps 7 and 8
-        known = None if isinstance(prepared, HpctrainError) else prepared[0]
+        known = None if isinstance(prepared, HpctrainError) else prepared[0].config
         self._load(known, trains=trains)  # step 9
         if not gc.isenabled():
             gc.freeze()  # the objects that exist now stay: collections need not visit them
@@ -143,12 +144,13 @@ class RankProcess:
         from hpctrain.job.same_start import check_same_code, check_same_start
         from hpctrain.job.session import Session, StartedJob
 
-        def given() -> tuple[Config, ThreadPlan]:
+        def given() -> tuple[Recipe, ThreadPlan]:
             if isinstance(prepared, HpctrainError):
                 raise prepared
             return prepared
 
-        config, threads = raise_on_all_ranks(world, given)
+        recipe, threads = raise_on_all_ranks(world, given)
+        config = recipe.config
         check_same_start(world, config, leads_node=not self.launcher.local_rank, options=self._options)
         check_same_code(world)
         started = StartedJob(world, threads.threads, config.deadline_seconds)
@@ -158,7 +160,7 @@ class RankProcess:
 
             trial = smoke_trial(config, started)
             config, notes = trial.config, trial.notes
-        resolved = Resolved(config)
+        resolved = Resolved(replace(recipe, config=config))
         if config.automatic:
             from hpctrain.run.automatic_search import choose
 
@@ -166,8 +168,8 @@ class RankProcess:
         resolved = replace(resolved, lines=(*notes, *resolved.lines))
         return Session.start(resolved, self.launcher, threads, world, revision, self.flight, device_messages)
 
-    def _prepared(self, read: ReadConfig) -> tuple[Config, ThreadPlan] | HpctrainError:
-        """Return the checked configuration with all its defaults, and the plan of the threads, which are now set.
+    def _prepared(self, read: ReadConfig) -> tuple[Recipe, ThreadPlan] | HpctrainError:
+        """Return the recipe of the checked configuration, which has all its defaults, and the plan of the threads, now set.
 
         An error is returned: all ranks raise it once MPI has started.
         """
@@ -182,12 +184,12 @@ class RankProcess:
             threads = set_threads(self.launcher, None if config.threads == "auto" else config.threads, measures=True)
             from hpctrain.assembly.faults import check_config
 
-            config = check_config(config, source)
+            recipe = check_config(config, source)
             if self.rank() == 0 and any(reporter.name == "tensorboard" for reporter in config.metrics.all_reporters):
                 from hpctrain.training.reporters.tensorboard import tensorboard_writer
 
                 tensorboard_writer()  # reports a missing package before the job starts
-            return config, threads
+            return recipe, threads
         except HpctrainError as error:
             return error
         except Exception as error:

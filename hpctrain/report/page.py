@@ -323,7 +323,7 @@ def _scheduled(curve: Curve, record: RunRecord) -> Curve:
     samples = samples_per_epoch(record.state.records)
     try:
         config = find_run(str(record.state.path), record.state.path.parent).parsed(())[0]
-        schedule = Recipe(config).schedule(samples)
+        schedule = Recipe.of(config).schedule(samples)
     except HpctrainError:  # a configuration of another version, or one that names user code
         return curve
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.assembly.keywords import REPLICA_KEYS, keyword_config
-from hpctrain.assembly.recipe import with_defaults
+from hpctrain.assembly.recipe import Recipe, with_defaults
 from hpctrain.backend.choice import Backend, make_backend
 from hpctrain.comm.base import Communicator, Subject, compare, raise_on_all_ranks
 from hpctrain.config.schema import SYNTHETIC, Config
@@ -214,14 +214,14 @@ def choose(config: Config, started: StartedJob, resume: str | None) -> Resolved:
     source = None if resume is None else find_checkpoint(world, config.output, config.name, resume)
     kept, lines = started.on_root(lambda: _stored(config, world.size, source, backend))
     if kept is not None:
-        return Resolved(kept.applied(config), kept, None, lines, backend)
+        return Resolved(Recipe.of(kept.applied(config)), kept, None, lines, backend)
     _check_same_images(config, world)
     task = raise_on_all_ranks(world, lambda: with_default_plan(config, world.size, backend))
     space = configured_space(config, world.size, kept_sections(config), task.job.kernels)
     outcome = find(started, task.job, space, config.machine)
     choice = _choice(config, world.size, task, outcome)
     resolved = choice.applied(config)
-    return Resolved(resolved, choice, outcome.machine, (*lines, choice.line(resolved)), backend)
+    return Resolved(Recipe.of(resolved), choice, outcome.machine, (*lines, choice.line(resolved)), backend)
 
 
 def _check_same_images(config: Config, world: Communicator) -> None:

@@ -140,7 +140,7 @@ def of_checkpoint(
         raise ConfigError(f'The model of {path} is user code, which is loaded only on request; give --model "{given}".')
     data = stored_data(content, path)
     shape = _image_shape(config, data)
-    model = Recipe(config, ImageFacts((shape or (1, 1, data.shape[2]),), len(data.class_names))).model
+    model = Recipe.of(config, ImageFacts((shape or (1, 1, data.shape[2]),), len(data.class_names))).model
     position = Position.from_meta(content.meta)
     keys = averaged_keys(content) if averaged else {}
     state = with_counters(

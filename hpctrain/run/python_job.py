@@ -9,7 +9,7 @@ import contextlib
 import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -306,13 +306,11 @@ class Job(StartedRank):
             )
             height, width, channels = image_shape
             words = (config.backend, config.dtype, config.precision)
-            recipe = Recipe(
-                self._with_choice(config, [key for key in ("plan", "averager") if arguments[key] == AUTO]),
-                ImageFacts(((height, width, channels),), class_weights=tuple(class_weights)),
-                (self.grid.rows, self.grid.cols),
-                self.backends.get(words) or make_backend(*words, self.place),
-                Given(model, optimizer_factory(optimizer)),
-            )
+            config = self._with_choice(config, [key for key in ("plan", "averager") if arguments[key] == AUTO])
+            facts = ImageFacts(((height, width, channels),), class_weights=tuple(class_weights))
+            recipe = Recipe.of(config, facts, (self.grid.rows, self.grid.cols))
+            backend = self.backends.get(words) or make_backend(*words, self.place)
+            recipe = replace(recipe, backend=backend, given=Given(model, optimizer_factory(optimizer)))
             return make_replica(recipe, self, loop=loop, hint=_WRITTEN)
 
         return self._agreed(raise_on_all_ranks(self.world, make), arguments)

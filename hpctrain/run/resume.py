@@ -338,7 +338,7 @@ def _absent(config: Config, data: DataFacts) -> dict[str, Any]:
     """Return the default of each key, which applies if the key is not set."""
     silent = config.model_copy(update={"model": config.model.model_validate(config.model.name)})
     height, width, channels = data.shape
-    options = Recipe(silent, ImageFacts(((height, width, channels),), len(data.class_names))).model_options
+    options = Recipe.of(silent, ImageFacts(((height, width, channels),), len(data.class_names))).model_options
     return flat(Config.model_construct().model_dump(mode="json")) | defaults(config) | flat({"model": options})
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from hpctrain.assembly.recipe import Recipe
 from hpctrain.comm.base import Communicator
 from hpctrain.comm.groups import in_levels, levels
 from hpctrain.comm.link import ClockMap, Offset, measure_offset
@@ -53,7 +54,7 @@ def without_communication(session: Session) -> Session:
             "hashes": HashesConfig(every_steps=0),
         }
     )
-    return replace(session, resolved=replace(session.resolved, config=config), groups=session.groups.alone())
+    return replace(session, resolved=replace(session.resolved, recipe=Recipe.of(config)), groups=session.groups.alone())
 
 
 @dataclass(frozen=True)

@@ -179,58 +179,34 @@ def make_strategies(
 
     Raises:
         ConfigError: a strategy does not support the configuration.
-        BackendError: the network's kernels do not support the strategy.
+        BackendError: a strategy rounds parameters to 16 bits, but the network's arrays are in device memory.
     """
     if make is None:
         return {}
-    planned = partial(_planned_group, network, groups, nominal_batch, passes)
-    strategies = {name: make(planned(name, optimizer)) for name, optimizer in optimizers.items()}
-    for strategy in strategies.values():
-        _check_rounding(strategy, network)
+    on_host = network.kernels.arithmetic.on_host
+    strategies: dict[str, Strategy] = {}
+    for name, optimizer in optimizers.items():
+        group = PlannedGroup(
+            network.groups[name],
+            groups.gradients[name].size,
+            groups.nodes[name],
+            nominal_batch,
+            passes.micro_batches,
+            norms_needed=optimizer.norms_needed,
+            several_groups=MODEL in network.groups,
+            momentum=optimizer.momentum,
+            names=network.trained,
+            on_host=on_host,
+            shards=passes.shards,
+        )
+        strategies[name] = strategy = make(group)
+        rounding = strategy.rounding
+        if rounding is not None and rounding.parameters != "float32" and not on_host and group.ranks > 1:
+            raise BackendError(  # owners keep rounding errors in host memory only
+                f"wire_parameters is {rounding.parameters}, but backend {network.kernels.name} sends parameters unrounded; "
+                "set wire_parameters to float32, or backend to onednn or numpy."
+            )
     return strategies
-
-
-def _check_rounding(strategy: Strategy, network: Network) -> None:
-    """Raise if the strategy rounds parameters to 16 bits and the network's arrays are in device memory.
-
-    Raises:
-        BackendError: the combination is not supported, because owners keep rounding errors in host memory only.
-    """
-    rounding = strategy.rounding
-    if rounding is None or rounding.parameters == "float32" or network.kernels.arithmetic.on_host or strategy.group.ranks == 1:
-        return
-    raise BackendError(
-        f"wire_parameters is {rounding.parameters}, but backend {network.kernels.name} sends parameters unrounded; "
-        "set wire_parameters to float32, or backend to onednn or numpy."
-    )
-
-
-def _planned_group(
-    network: Network,
-    groups: GridGroups,
-    nominal_batch: int | None,
-    passes: Passes,
-    name: str,
-    optimizer: Optimizer,
-) -> PlannedGroup:
-    """Return parameter group `name` as the input of a strategy's plan.
-
-    Args:
-        optimizer: unbound optimiser.
-    """
-    return PlannedGroup(
-        network.groups[name],
-        groups.gradients[name].size,
-        groups.nodes[name],
-        nominal_batch,
-        passes.micro_batches,
-        norms_needed=optimizer.norms_needed,
-        several_groups=MODEL in network.groups,
-        momentum=optimizer.momentum,
-        names=network.trained,
-        on_host=network.kernels.arithmetic.on_host,
-        shards=passes.shards,
-    )
 
 
 def make_averagers(

@@ -112,15 +112,15 @@ def _run(folder: Path, resolved: Resolved, *, keep: bool = True) -> RunDirectory
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_every_rank_gets_the_choice_of_rank_0(folder: Path, search: _Search, ranks: int) -> None:
     outcomes = _resolved(folder, ranks)
+    first, config = outcomes[0], outcomes[0].recipe.config
     assert len(search.spaces) == 1
-    assert all(outcome == outcomes[0] for outcome in outcomes)
-    config = outcomes[0].config
+    assert all(replace(outcome, recipe=first.recipe) == first and outcome.recipe.config == config for outcome in outcomes)
     assert config.automatic == ()
     assert config.grid.rows * (config.grid.cols or 0) == ranks
     assert (config.averager.name, config.averager.options) == ("bucketed", {"window": 3})
-    assert outcomes[0].choice is not None
-    assert outcomes[0].choice.prediction.seconds == 0.25
-    (line,) = outcomes[0].lines
+    assert first.choice is not None
+    assert first.choice.prediction.seconds == 0.25
+    (line,) = first.lines
     assert "predicted 0.25 s per step (next best 1 x" in line
 
 
@@ -173,7 +173,7 @@ def test_on_devices_one_row_is_taken_unless_a_grid_is_named(
 
 
 def test_a_named_plan_is_fixed_also_where_the_grid_is_open(folder: Path, search: _Search) -> None:
-    config = _resolved(folder, 2, "plan={default: domain, 'classifier.fc*': model}")[0].config
+    config = _resolved(folder, 2, "plan={default: domain, 'classifier.fc*': model}")[0].recipe.config
     (space,) = search.spaces
     assert space.fixed_grid is None
     assert space.fixed_plan is not None
@@ -187,7 +187,8 @@ def test_a_resume_on_as_many_ranks_keeps_the_choice(folder: Path, search: _Searc
     directory = _run(folder, first)
     names = {"auto": "auto", "directory": directory.path, "file": checkpoint.checkpoint_path(directory.checkpoints, 3)}
     for outcome in _resolved(folder, 2, "batch=6", resume=str(names[source])):
-        assert (outcome.choice, outcome.config.averager, outcome.config.batch) == (first.choice, first.config.averager, 6)
+        config = outcome.recipe.config
+        assert (outcome.choice, config.averager, config.batch) == (first.choice, first.recipe.config.averager, 6)
         assert "kept from" in outcome.lines[0]
     assert len(search.spaces) == 1
 
@@ -240,9 +241,9 @@ def test_the_run_directory_keeps_the_choice_of_its_latest_start(folder: Path, se
     directory = _run(folder, first)
     assert directory.choice_path.exists()
     assert not directory.machine_path.exists()  # it has a file of its own
-    build.keep_choice(Resolved(first.config, first.choice, planned.machine()), directory)
+    build.keep_choice(Resolved(first.recipe, first.choice, planned.machine()), directory)
     assert machine_file.read(directory.machine_path).ranks_per_node == planned.machine().ranks_per_node
-    build.keep_choice(Resolved(first.config), directory)
+    build.keep_choice(Resolved(first.recipe), directory)
     assert not directory.choice_path.exists()
 
 

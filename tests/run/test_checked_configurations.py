@@ -18,6 +18,7 @@ from pydantic import BaseModel
 import hpctrain
 from hpctrain.assembly.faults import check_config, check_device, device_faults, exact_faults
 from hpctrain.assembly.options import FOLLOWING, KINDS, SECTIONS, Choice, choice, choices, defaults, filled, json_schema, names
+from hpctrain.averaging import averagers
 from hpctrain.averaging.averagers import AveragerChoice
 from hpctrain.backend.choice import make_backend
 from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
@@ -266,8 +267,7 @@ def test_every_name_and_option_has_a_sentence(kind: str, one: Choice) -> None:
 @pytest.mark.parametrize("path", SHIPPED_CONFIGS, ids=lambda path: path.stem)
 def test_a_filled_configuration_is_the_same_run(path: Path) -> None:
     config, source = load(path)
-    check_config(config, source)
-    full = filled(config)
+    full = check_config(config, source).config
     again, source = parse(dump(full))
     check_config(again, source)
     assert again == full == filled(full)
@@ -292,8 +292,7 @@ def test_a_filled_configuration_is_the_same_run(path: Path) -> None:
 def test_every_name_with_all_its_defaults_is_legal(section: str, name: str) -> None:
     needed = {"optimizer": ", lr: 0.1", "schedule": ", milestones_epochs: [1]" if name == "step" else ""}
     config, source = load(SHIPPED_CONFIGS[0], [f"{section}={{name: {name}{needed.get(section, '')}}}"])
-    check_config(config, source)
-    full = filled(config)
+    full = check_config(config, source).config
     check_config(full, source)
     assert getattr(full, section).name == name
 
@@ -462,7 +461,7 @@ def test_a_missing_option_is_answered_by_an_example_that_is_accepted(kind: str, 
 
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """How often a model, a backend, an optimiser and a strategy were made."""
+    """How often a model, a backend, an optimiser, a strategy and the options of an averager were made."""
     counts: Counter[str] = Counter()
 
     def counted(make: Callable[..., Any], kind: str) -> Callable[..., Any]:
@@ -477,12 +476,13 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         monkeypatch.setattr(module, "make_backend", counted(make_backend, "backend"))
     monkeypatch.setattr(OPTIMIZERS, "create", counted(OPTIMIZERS.create, "optimizer"))
     monkeypatch.setattr(AveragerChoice, "strategy", counted(AveragerChoice.strategy, "strategy"))
+    monkeypatch.setattr(averagers, "check_options", counted(averagers.check_options, "options"))
     return counts
 
 
 @pytest.mark.parametrize(
     ("command", "backends", "optimizers", "strategies"),
-    [(["config", "check"], 0, 1, 1), (["plan", "show", "--ranks", "1"], 1, 2, 2)],
+    [(["config", "check"], 0, 1, 0), (["plan", "show", "--ranks", "1"], 1, 2, 1)],
 )
 def test_a_command_makes_a_model_for_the_usual_images_and_one_for_those_of_the_file(
     command: list[str], backends: int, optimizers: int, strategies: int, tmp_path: Path, made: Counter[str]
@@ -490,21 +490,21 @@ def test_a_command_makes_a_model_for_the_usual_images_and_one_for_those_of_the_f
     run_in_process.prepare(tmp_path)
     result = CliRunner().invoke(cli, [*command, str(tmp_path / "tiny.yaml")], catch_exceptions=False)
     assert result.exit_code == 0, result.output
-    assert made == Counter(model=2, backend=backends, optimizer=optimizers, strategy=strategies)
+    assert made == Counter(model=2, backend=backends, optimizer=optimizers, strategy=strategies, options=1 + strategies)
 
 
+@pytest.mark.job  # it asks git for the revision
 def test_a_training_makes_each_part_once_after_its_check(tmp_path: Path, made: Counter[str]) -> None:
     """A network that is not split has one group of parameters."""
     run_in_process.prepare(tmp_path)
-    check_config(*load(tmp_path / "tiny.yaml"))
-    run_in_process.train(tmp_path)
-    assert made == Counter(model=2, backend=1, optimizer=2, strategy=2)
+    hpctrain.train(tmp_path / "tiny.yaml", style="none")
+    assert made == Counter(model=2, backend=1, optimizer=2, strategy=1, options=1)
 
 
 def test_a_replica_of_a_program_uses_the_model_that_it_is_given(made: Counter[str]) -> None:
     with hpctrain.start(batch=8) as job:
         job.replica(nets.plain(), (9, 7, 3), backend="numpy")
-    assert made == Counter(backend=1, optimizer=1, strategy=1)
+    assert made == Counter(backend=1, optimizer=1, strategy=1, options=1)
 
 
 def test_a_replica_with_a_search_uses_the_backend_of_the_search(made: Counter[str]) -> None:

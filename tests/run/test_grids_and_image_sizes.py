@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from hpctrain.assembly.faults import check_config
 from hpctrain.assembly.images import check_files, check_image_shapes, check_single_values, image_sizes, of_largest, size_faults
 from hpctrain.assembly.keywords import LOADER_KEYS, keyword_config
-from hpctrain.assembly.options import filled
 from hpctrain.assembly.recipe import Recipe, check_batch, columns
 from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
 from hpctrain.cli.main import cli
@@ -59,7 +58,7 @@ def test_the_size_of_a_data_group(overrides: tuple[str, ...], ranks: int, expect
 
 def test_the_plan_has_the_uses_that_patterns_name() -> None:
     config = config_of(*DOMAIN, "plan.classifier.*=model")
-    plan = Recipe(config, grid=(config.grid.rows, 3)).plan
+    plan = Recipe.of(config, grid=(config.grid.rows, 3)).plan
     assert (plan.rows, plan.cols, plan.default) == (2, 3, Parallelism.DOMAIN)
     assert plan.use_of("classifier.0") is Parallelism.MODEL
 
@@ -87,12 +86,12 @@ def sizes_config(sizes: str, model: str = "resnet50") -> Config:
 @pytest.mark.parametrize("model", ["resnet50", "vgg16", "alexnet", "resnet9", "resnet20", "small"])
 def test_models_take_several_sizes(model: str) -> None:
     assert not list(
-        size_faults(Recipe(sizes_config("[{size: 96}, {from_epoch: 1, size: 128}, {from_epoch: 3, size: 72}]", model)))
+        size_faults(Recipe.of(sizes_config("[{size: 96}, {from_epoch: 1, size: 128}, {from_epoch: 3, size: 72}]", model)))
     )
 
 
 def test_a_model_with_a_fault_of_its_own_is_not_asked() -> None:
-    assert not list(size_faults(Recipe(sizes_config("[{size: 2}]", "{name: vgg16, depth: 5}"))))
+    assert not list(size_faults(Recipe.of(sizes_config("[{size: 2}]", "{name: vgg16, depth: 5}"))))
 
 
 @pytest.mark.parametrize(("epochs", "side"), [(1, 96), (3, 128), (9, 160)])
@@ -212,7 +211,7 @@ def test_config_check_says_it_from_the_header_of_the_file(tmp_path: Path) -> Non
 def test_a_training_is_refused_before_its_first_step(tmp_path: Path) -> None:
     config = parse(BATCH_NORM_CONFIG, overrides=["batch=1", "backend=numpy", "averager=blocking", f"output={tmp_path}"])[0]
     launcher, threads = Launcher("none"), ThreadPlan(1, 1, "a test")
-    session = Session.start(Resolved(config), launcher, threads, SingleCommunicator(), {})
+    session = Session.start(Resolved(Recipe.of(config)), launcher, threads, SingleCommunicator(), {})
     with pytest.raises(ConfigError, match=r"layer4\.0\.bn1 has a single value"):
         build(session)
 
@@ -227,9 +226,7 @@ CHANGED = {"name", "batch", "epochs", "optimizer.lr", "schedule.warmup_epochs", 
 
 
 def configured(folder: Path, *overrides: str, model: str = "small", size: int = 28) -> Config:
-    config, source = parse(RECIPE_TEXT.format(folder=folder, model=model, size=size), overrides=overrides)
-    check_config(config, source)
-    return filled(config)
+    return check_config(*parse(RECIPE_TEXT.format(folder=folder, model=model, size=size), overrides=overrides)).config
 
 
 def write_images(path: Path, shape: tuple[int, int, int], classes: list[str]) -> None:

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 import hpctrain
+from hpctrain.assembly.recipe import Recipe
 from hpctrain.averaging.collective_schedule import CollectiveSchedule
 from hpctrain.comm.base import Communicator, SingleCommunicator
 from hpctrain.comm.groups import ProcessGrid
@@ -195,9 +196,8 @@ def alone(file: Path) -> CheckpointContent:
 
 def _session(config: Config, world: Communicator, progress: ProgressEngine) -> Session:
     grid = ProcessGrid(world, config.grid.rows, world.size // config.grid.rows)
-    return Session(
-        Launcher("none"), ThreadPlan(1, 1, "virtual ranks"), world, grid, GridGroups(grid), progress, Resolved(config), {}
-    )
+    threads, resolved = ThreadPlan(1, 1, "virtual ranks"), Resolved(Recipe.of(config))
+    return Session(Launcher("none"), threads, world, grid, GridGroups(grid), progress, resolved, {})
 
 
 def _train(

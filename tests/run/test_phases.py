@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from hpctrain.assembly.options import filled
-from hpctrain.assembly.recipe import columns
+from hpctrain.assembly.recipe import Recipe, columns
 from hpctrain.comm.groups import ProcessGrid
 from hpctrain.config.load import load
 from hpctrain.core.errors import CollectiveMismatchError, CommunicationTimeoutError, DivergedError
@@ -60,7 +60,8 @@ def train(file: Path, recorders: Sequence[FlightRecorder], resume: str | None = 
         grid = ProcessGrid(comm, config.grid.rows, columns(config, comm.size))
         recorders[comm.rank].join(comm.rank, comm.size, 1, 60.0)
         engine = virtual_engine(comm, flight=recorders[comm.rank])
-        session = Session(detect({}), ThreadPlan(1, 1, "a test"), comm, grid, GridGroups(grid), engine, Resolved(config), {})
+        threads, resolved = ThreadPlan(1, 1, "a test"), Resolved(Recipe.of(config))
+        session = Session(detect({}), threads, comm, grid, GridGroups(grid), engine, resolved, {})
         training.run_training(session, SignalWatch(), resume=resume, style="none")
 
     run_virtual(len(recorders), program, deadline_seconds=60)

@@ -248,7 +248,7 @@ def test_every_way_leads_to_the_candidate(name: str, number: int, tmp_path: Path
     config = with_candidate(before, candidate)
     assert load(path, overrides(candidate))[0] == config
     assert parse(written(before, candidate, ("Chosen.", "In two lines.")))[0] == config
-    plan = Recipe(config, grid=(config.grid.rows, config.grid.cols or 0)).plan
+    plan = Recipe.of(config, grid=(config.grid.rows, config.grid.cols or 0)).plan
     averager = AveragerChoice(config.averager.name, config.averager.options)
     assert Candidate(plan, averager, config.micro_batches) == candidate
     untouched = set(Config.model_fields) - {"grid", "plan", "averager", "micro_batches"}
@@ -671,4 +671,4 @@ def test_norms_that_no_rank_adds_up_are_refused_in_one_sentence_everywhere(
 )
 def test_it_is_known_before_a_run_whether_parameters_are_split(overrides: tuple[str, ...], split: bool) -> None:
     config, _ = load(CONFIG, [*TWO_ROWS, *overrides])
-    assert Recipe(config, grid=(config.grid.rows, config.grid.cols or 1)).splits_parameters is split
+    assert Recipe.of(config, grid=(config.grid.rows, config.grid.cols or 1)).splits_parameters is split

@@ -19,6 +19,7 @@ from typing import cast
 import numpy as np
 
 from hpctrain.assembly.images import Images
+from hpctrain.assembly.recipe import Recipe
 from hpctrain.backend.choice import Backend
 from hpctrain.comm.base import raise_on_all_ranks
 from hpctrain.comm.groups import ProcessGrid
@@ -137,7 +138,7 @@ class PartOfRun:
         rows = self.task.plan.rows
         grid = ProcessGrid(comm, rows, comm.size // rows)
         threads = ThreadPlan(1, 1, "virtual ranks")
-        session = Session(Launcher("none"), threads, comm, grid, GridGroups(grid), progress, Resolved(self.config), {})
+        session = Session(Launcher("none"), threads, comm, grid, GridGroups(grid), progress, Resolved(Recipe.of(self.config)), {})
         start = find_start(session, AUTO)
         parts = self._parts(session)
         reproducibility.agree_schedules(session, parts, None if start is None else start.content)

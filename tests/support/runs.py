@@ -16,7 +16,7 @@ import numpy as np
 from PIL import Image
 
 from hpctrain.assembly.options import filled
-from hpctrain.assembly.recipe import columns
+from hpctrain.assembly.recipe import Recipe, columns
 from hpctrain.comm.groups import ProcessGrid
 from hpctrain.config.load import load
 from hpctrain.data.convert import folder
@@ -112,7 +112,7 @@ def _session(comm: ThreadCommunicator, file: Path, overrides: Sequence[str]) -> 
     config = filled(load(file, overrides)[0])
     grid = ProcessGrid(comm, config.grid.rows, columns(config, comm.size))
     threads, engine = ThreadPlan(1, 1, "a test"), virtual_engine(comm)
-    return Session(detect({}), threads, comm, grid, GridGroups(grid), engine, Resolved(config), {})
+    return Session(detect({}), threads, comm, grid, GridGroups(grid), engine, Resolved(Recipe.of(config)), {})
 
 
 CLASSES = ("ant", "bee", "cow")

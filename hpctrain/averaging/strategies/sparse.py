@@ -496,9 +496,9 @@ class Sparse(ReduceScatterStrategy):
     options: SparseOptions
     streams = (Stream.GRADIENTS, Stream.NODES, Stream.PARAMETERS)
 
-    def __init__(self, group: PlannedGroup, options: Any = None) -> None:
-        super().__init__(group, options)
-        options = self.options
+    @classmethod
+    def check(cls, group: PlannedGroup, options: Any) -> None:
+        super().check(group, options)
         if options.momentum_correction and group.momentum:
             raise OptionError(
                 f"momentum_correction is {options.momentum_correction}, but the optimizer already has a momentum of "

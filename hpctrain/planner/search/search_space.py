@@ -86,7 +86,7 @@ def configured_space(config: Config, ranks: int, keep: Collection[str], kernels:
         check_batch(config.batch, *fixed_grid)
     plan = ParallelPlan()
     if {"grid", "plan"} & set(keep):
-        plan = Recipe(config, grid=(config.grid.rows, columns(config, ranks))).plan
+        plan = Recipe.of(config, grid=(config.grid.rows, columns(config, ranks))).plan
     if "grid" not in keep:  # tiles are a key of the grid
         plan = replace(plan, tiles=None)
     return SearchSpace(
