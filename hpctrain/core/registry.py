@@ -204,25 +204,11 @@ def check_options(
         OptionError: an option is unknown, missing, reserved, of the wrong type, or refused by `Options`.
     """
     options_type = options_of(entry)
-    if options_type is entry:
-        return _converted_options(entry, label, options, reserved)
-    given = {key for key in parameters_of(entry) if key != "options"} - set(parameters_of(options_type))
-    return {"options": options_type(**_converted_options(options_type, label, options, {*given, *reserved}))}
-
-
-def options_of(entry: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the callable whose keywords are the options: the dataclass `entry.Options`, or `entry` if it has none."""
-    options: Callable[..., Any] | None = getattr(entry, "Options", None)
-    return entry if options is None or "options" not in parameters_of(entry) else options
-
-
-def _converted_options(
-    entry: Callable[..., Any], label: str, options: Mapping[str, Any], reserved: Collection[str]
-) -> dict[str, Any]:
-    """Return the options as keywords of `entry`, converted according to its signature."""
-    parameters = parameters_of(entry)
+    parameters = parameters_of(options_type)
+    if options_type is not entry:
+        reserved = {*reserved, *(parameters_of(entry).keys() - parameters.keys() - {"options"})}
     known = tuple(key for key in parameters if key not in reserved)
-    open_ended = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in inspect.signature(entry).parameters.values())
+    open_ended = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in inspect.signature(options_type).parameters.values())
     for key in options:
         if key in reserved:
             raise OptionError(f'Option "{key}" of {label} is set by the program; remove it.', key)
@@ -231,10 +217,17 @@ def _converted_options(
     for key in known:
         if key not in options and parameters[key].default is inspect.Parameter.empty:
             raise OptionError.of_parts(f'{_capital(label)} needs the option "{key}"', "", key)
-    return {
+    keywords = {
         key: _converted(value, parameters[key].annotation, f'Option "{key}" of {label}', key) if key in parameters else value
         for key, value in options.items()
     }
+    return keywords if options_type is entry else {"options": options_type(**keywords)}
+
+
+def options_of(entry: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the callable whose keywords are the options: the dataclass `entry.Options`, or `entry` if it has none."""
+    options: Callable[..., Any] | None = getattr(entry, "Options", None)
+    return entry if options is None or "options" not in parameters_of(entry) else options
 
 
 def parameters_of(entry: Callable[..., Any]) -> dict[str, inspect.Parameter]:
