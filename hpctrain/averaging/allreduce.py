@@ -147,7 +147,7 @@ class AllreduceAverager(GradientAverager):
         self._settle(self._step)
 
     def _start(self, k: int) -> Handle:
-        """Post the sum of a slice. Called by the progress engine when all gradients of the slice are ready."""
+        """Post the sum of a slice. The progress engine calls it when all gradients of the slice are ready."""
         piece = self.schedule.slices[k]
         if not self._cuts_large:
             return self._sums.iallreduce(self._terms(piece.start, piece.stop))

@@ -134,7 +134,7 @@ def make_averager(strategy: Strategy, setup: AveragerSetup, stored: CollectiveSc
     streams = {stream: _communicator(setup.comm, strategy, stream) for stream in strategy.posted_streams}
     if strategy.request() is None:
         sums = _sums(strategy, setup, setup.comm, allreduces=True)
-        reaching, sums = _reaching(setup, {Stream.GRADIENTS: setup.comm}, sums)
+        reaching, sums = _group_streams(setup, {Stream.GRADIENTS: setup.comm}, sums)
         return strategy.averager(replace(setup, comm=reaching[Stream.GRADIENTS]), Agreement(streams=streams, sums=sums))
     comm = streams[Stream.GRADIENTS]
     usable = stored if strategy.accepts(stored) else None
@@ -145,18 +145,18 @@ def make_averager(strategy: Strategy, setup: AveragerSetup, stored: CollectiveSc
     check_same_schedule(comm, schedule)
     allreduces = any(operation.kind is OperationKind.ALLREDUCE for operation in schedule.operations)
     sums = _sums(strategy, setup, comm, allreduces=allreduces)
-    reaching, sums = _reaching(setup, streams, sums)
+    reaching, sums = _group_streams(setup, streams, sums)
     return strategy.averager(setup, Agreement(schedule, reaching, link, sums))
 
 
 #: streams of all ranks of a group whose operations use arrays of its parameters
-_OF_ARRAYS = (Stream.GRADIENTS, Stream.PARAMETERS)
+_ARRAY_STREAMS = (Stream.GRADIENTS, Stream.PARAMETERS)
 
 
-def _reaching(
+def _group_streams(
     setup: AveragerSetup, streams: Mapping[Stream, Communicator], sums: GradientSums | None
 ) -> tuple[Mapping[Stream, Communicator], GradientSums | None]:
-    """Return the communicators by stream, and the sums, that can handle the group's arrays on host or device. Collective.
+    """Return the communicators by stream, and the sums, that can access the group's arrays on host or device. Collective.
 
     Sums in 16 bits and sums in a fixed order are computed on the host, so their arrays are copied to the host. The other
     operations on the same communicator also use the host, because all operations of a communicator share one order. With NCCL,
@@ -166,7 +166,7 @@ def _reaching(
     arithmetic = setup.group.arithmetic
     if arithmetic.mirrors() is None or setup.comm.size == 1:
         return streams, sums
-    by_device = [stream for stream in _OF_ARRAYS if stream in streams and (stream is not Stream.GRADIENTS or sums is None)]
+    by_device = [stream for stream in _ARRAY_STREAMS if stream in streams and (stream is not Stream.GRADIENTS or sums is None)]
     if setup.transport == "staged" or (setup.transport == "nccl" and Stream.NODES in streams):
         by_device.clear()  # stages of compression are posted by the host, in an order across communicators that depends on timing
     reached: dict[Stream, Communicator] = {}
@@ -198,7 +198,7 @@ def _communicator(comm: Communicator, strategy: Strategy, stream: Stream) -> Com
 
 
 def check_same_schedule(comm: Communicator, schedule: CollectiveSchedule) -> None:
-    """Check that all ranks have the same schedule. Collective; at set-up only.
+    """Check that all ranks have the same schedule. Collective; call it at set-up only.
 
     Raises:
         CollectiveMismatchError: the schedules differ. Raised on every rank; the message contains both versions of the first

@@ -202,27 +202,27 @@ class GradientAverager(ABC):
     def takes_sufficient_factors(self, parameters: Sequence[Parameter]) -> bool:
         """Return whether the gradients of a linear layer are computed from exchanged inputs and errors.
 
-        The choice is made at set-up, from the nominal global batch. Parameters of such a layer are not announced by `grad_ready`.
+        The averager decides at set-up, from the nominal global batch. The step does not call `grad_ready` for such parameters.
 
         Args:
             parameters: weight of the layer, and its bias if it has one.
         """
         return False
 
-    def input_ready(self, parameters: Sequence[Parameter], x: Array) -> None:  # noqa: B027  most take gradients only
-        """Copy the input x (N, in) of a layer with sufficient factors, in forward. May post operations, must not wait."""
+    def input_ready(self, parameters: Sequence[Parameter], x: Array) -> None:  # noqa: B027  most averagers take gradients only
+        """Copy the input x (N, in) of a layer with sufficient factors, in forward. It may post, but must not wait."""
 
     def error_ready(self, parameters: Sequence[Parameter], dy: Array) -> None:  # noqa: B027
         """Copy the error dy (N, out), the gradient of a layer's output, of a layer with sufficient factors.
 
-        Called in backward, before the gradient of the layer's input is computed. May post operations, must not wait.
+        The step calls it in backward, before it computes the gradient of the layer's input. It may post, but must not wait.
         """
 
     @abstractmethod
     def grad_ready(self, parameter: Parameter) -> None:
-        """Announce that `parameter.grad` is final on this rank. May post operations, must not wait.
+        """Announce that `parameter.grad` is final on this rank. It may post operations, but must not wait.
 
-        Called once per step, in the last micro-batch.
+        The step calls it once for each parameter, in the last micro-batch.
         """
 
     def data_free(self, parameter: Parameter) -> None:  # noqa: B027
@@ -252,7 +252,7 @@ class GradientAverager(ABC):
         owned = (segment for segment in self.owned() if segment.size)
         return [self.group.data, *(view for segment in owned for view in self._state_of(segment).values())]
 
-    def undone(self) -> None:  # noqa: B027  most have nothing else
+    def undone(self) -> None:  # noqa: B027  most averagers have nothing else to undo
         """Note that the last step was undone on every rank. Counters and the arrays of `changed` have been restored."""
 
     def held_gradients(self) -> Mapping[str, Array]:

@@ -1,4 +1,4 @@
-"""Schedules: the collectives of a step in posting order, and their dependencies. Pure data, the same on every rank.
+"""Schedules: the collectives of a step in posting order, and their dependencies, as pure data, the same on every rank.
 
 At the start, the ranks compare the hashes of their schedules. The dependencies are derived from the schedule alone. Within a
 stream, operations also follow each other in posting order; `Dependencies` contains only the requirements of each operation
@@ -229,7 +229,7 @@ class CollectiveSchedule:
         return pairs
 
     def table(self) -> str:
-        """Return a printable table of the operations: position, stream, operation, slice, elements, priority."""
+        """Return a printable table of the operations, with position, stream, operation, slice, elements and forward order."""
         rows = [("#", "stream", "operation", "slice", "elements", "order")]
         for position, operation in enumerate(self.operations):
             rows.append((str(position), operation.stream.value, operation.kind.value, *self._cells(operation)))

@@ -71,7 +71,7 @@ class JointStep:
     _contributions: Sequence[LocalEvent]
 
     def contribute(self, member: int) -> None:
-        """Announce that this rank has written the squares of the member's elements. Never waits."""
+        """Announce that this rank has written the squares of the member's elements, without waiting."""
         self._contributions[member].happen()
 
     def complete(self) -> None:
@@ -116,8 +116,8 @@ class JointNorms:
     def begin_step(self, member: int) -> JointStep:
         """Begin this member's step; the first member also queues the message.
 
-        All members must begin a step before any member begins the next. May wait for the message of the step before the previous
-        one, because a rank that updates nothing has never waited for it.
+        All members must begin a step before any member begins the next. The call may wait for the message of the step before the
+        previous one, because a rank that updates nothing has never waited for it.
         """
         if self._begun[member] == self._steps:
             self._step = self._queued()
@@ -283,10 +283,10 @@ class ShardGradients:
         return parameter.grad
 
     def start(self) -> None:
-        """Begin a step. No-op."""
+        """Begin a step, which needs no work."""
 
     def end_pass(self) -> None:
-        """End a pass over a shard. No-op."""
+        """End a pass over a shard, which needs no work."""
 
     def add(self, parameter: Parameter, place: int) -> None:
         """Add the gradient of one parameter over a shard other than the last. Call it for the shards in order."""
@@ -355,7 +355,7 @@ class ReadSums:
         return partial(self._take, self._step)
 
     def complete(self) -> list[Fetch]:
-        """Return pending fetches of the sums of all parts, in order. Does not wait. Call it after the step's last read."""
+        """Return pending fetches of the sums of all parts, in order, without waiting. Call it after the step's last read."""
         step, self._step = self._step, {}
         for part in self._sums:
             self._take(step, part)

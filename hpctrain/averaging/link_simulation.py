@@ -248,9 +248,8 @@ class LinkSimulation:
     """Simulation of a link with one transfer at a time, always the most urgent one that is ready.
 
     The simulation is deterministic; among equal keys, the slice with the lowest index comes first. Reductions become ready at
-    `times.ready`, gathers once the slice is reduced and its data is free. A gather does not start if it would still be in
-    progress for more than `overrun_seconds` when the next gradient becomes ready, because a late reduction may delay the next
-    forward.
+    `times.ready`, gathers once the slice is reduced and its data is free. A gather does not start if it would end more than
+    `overrun_seconds` after the next gradient becomes ready, because a late reduction may delay the next forward.
 
     If gathers need norms, the norms of a group of slices are complete one message after the last reduction of the group, and are
     noticed half of the longest gap between gradients later.

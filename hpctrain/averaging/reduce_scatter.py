@@ -175,7 +175,7 @@ class OwnerOperations:
         return operation.slice not in left_out
 
     def begin_step(self) -> None:
-        """Begin a step. No-op by default."""
+        """Begin a step. The base class does nothing."""
 
     # -- starts: called by the progress engine when an operation's turn has come; they may compute, and must not wait ----------
 
@@ -532,7 +532,7 @@ class ReduceScatterAverager(GradientAverager):
             joint.complete()
 
     def _order_by_measured_times(self, replan: Callable[[CollectiveSchedule, Times], CollectiveSchedule]) -> None:
-        """Reorder the schedule's operations by the measured times of all ranks. Collective; once."""
+        """Reorder the schedule's operations by the measured times of all ranks. Collective; called once."""
         self.drain()
         self._replan = None
         times = over_ranks(self._clock.times(), self._names, self._comm, self.progress)

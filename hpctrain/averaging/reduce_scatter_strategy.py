@@ -2,8 +2,8 @@
 
 `ReduceScatterStrategy` plans the slices of the parameters and the operations of a step. `reduce_scatter.py` runs the plan.
 
-The order of the allgathers: `ReduceScatterStrategy.order` calls `link_simulation.best_order`, or `two_stream_order` for
-`priority`, with estimated times. All ranks compare the resulting schedule before the first step
+`ReduceScatterStrategy.order` orders the allgathers by `link_simulation.best_order`, or by `two_stream_order` for `priority`, with
+estimated times. All ranks compare the resulting schedule before the first step
 (`averagers.check_same_schedule`). After step 5, `ReduceScatterAverager.begin_step` calls `replan` with times measured on all
 ranks, and every rank takes rank 0's result.
 """
@@ -103,8 +103,8 @@ class ReduceScatterStrategy(Strategy):
     def slice_elements(self, link: LinkModel | None) -> tuple[int, int]:
         """Return the minimum and the maximum number of elements of a slice.
 
-        Neighbouring parameters are fused until a slice has the minimum; larger slices are cut at the maximum. The minimum is
-        given by the option `bucket_bytes`, if there is one and it is set; otherwise by the rule of `slicing.slice_elements`.
+        Neighbouring parameters are fused until a slice has the minimum; larger slices are cut at the maximum. The option
+        `bucket_bytes` sets the minimum. If it is missing or None, `slicing.slice_elements` chooses the minimum by rule.
 
         Args:
             link: link for which the sizes are best, `slicing.RULE_LINK` in a plan.

@@ -3,12 +3,12 @@
 `Cast16` sends arrays in 16 bits per element, which is half of the bytes of float32 and a quarter of those of float64. Numbers are
 rounded to nearest even by integer arithmetic, because NumPy has no bfloat16.
 
-`Rounding` defines whether gradients and parameters travel unchanged or rounded. Pure data.
+`Rounding` defines, as pure data, whether gradients and parameters travel unchanged or rounded.
 
-`RoundedParameters`: if parameters travel rounded, every rank computes with the rounded values, and owners keep the rounding
-errors. The optimiser updates exact values: an owner adds the error to its part before an update, and removes it again when it
-rounds the values to send. Both operations are exact, because the difference between a number and its nearest 16-bit number is
-representable in the parameters' dtype.
+`RoundedParameters` keeps rounding errors. If parameters travel rounded, every rank computes with the rounded values, and owners
+keep the errors. The optimiser updates exact values: an owner adds the error to its part before an update, and removes it again
+when it rounds the values to send. Both operations are exact, because the difference between a number and its nearest 16-bit
+number is representable in the parameters' dtype.
 """
 
 from __future__ import annotations

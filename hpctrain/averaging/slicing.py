@@ -1,4 +1,4 @@
-"""Slices: groups of elements of the flat buffers that travel together, and their sizes. Pure data, the same on every rank.
+"""Slices: groups of elements of the flat buffers that travel together, and their sizes, as pure data, the same on every rank.
 
 Sizes determine the order of additions, so a repeated run needs the same sizes. They follow from bytes and ranks by a rule: the
 best ones for a link with the alpha, beta and processor time of `RULE_LINK`. Measurements determine only the order of operations,
@@ -210,7 +210,7 @@ def _check_count(name: str, count: int) -> None:
 def layer_slices(slices: Sequence[Slice], k: int) -> tuple[int, ...]:
     """Return the indices, in order, of all slices that exchange the same inputs and errors as slice k.
 
-    For slices without such an exchange, only k.
+    The result is (k,) if slice k belongs to no such exchange.
     """
     if not slices[k].sufficient_factors:
         return (k,)
@@ -339,8 +339,8 @@ def fused_bytes(bucket: int | None, total_bytes: int, ranks: int) -> int:
 def parts_of(size: int, item_bytes: int, ranks: int) -> list[tuple[int, int]]:
     """Return intervals [start, stop) of an array of `size` elements; their collectives together cost as much as a single one.
 
-    Parts have at most 16 MiB, but at least 1 MiB per rank, because latency grows with the number of ranks. The size of each part
-    but the last is a multiple of `ranks`, so that the ranks' shares of the parts add up to their shares of the whole.
+    Parts have at most 16 MiB or, if that is more, 1 MiB per rank, because latency grows with the number of ranks. The size of
+    each part but the last is a multiple of `ranks`, so that the ranks' shares of the parts add up to their shares of the whole.
     """
     most = max(1, max(_LARGEST_BYTES, ranks * _LEAST_PART_BYTES) // item_bytes)
     size_of_one = -(-size // max(1, -(-size // most)))

@@ -1,11 +1,11 @@
 """Compression of an array to its k elements of largest magnitude: MSTopK of Shi et al., arXiv 2010.10458, made exact.
 
-The paper bisects for two thresholds by passes that only count, takes all elements that reach the upper one, and fills up from a
-window, at a random place, of those between the two. Here a sample provides the first threshold, just low enough that the k
-largest elements reach it. A single pass collects these candidates, and a partition of the candidates selects the elements. If the
-sample is misleading (ties, arrays that are nearly all zeros, magnitudes that repeat with its stride), passes that only count
-narrow the thresholds down until few candidates remain, or until the thresholds are adjacent numbers. In the latter case the
-window contains only ties, so no larger element is ever left out for a smaller one.
+The paper finds two thresholds by bisection, in passes that only count. It takes all elements that reach the upper threshold, and
+fills up from a window, at a random place, of the elements between both. Here a sample provides the first threshold, just low
+enough that the k largest elements reach it. A single pass collects these candidates, and a partition of the candidates selects
+the elements. If the sample is misleading (ties, arrays that are nearly all zeros, magnitudes that repeat with its stride), passes
+that only count narrow the thresholds down until few candidates remain, or until the thresholds are adjacent numbers. In the
+latter case the window contains only ties, so no larger element is ever left out for a smaller one.
 
 `Selection` makes the passes, block by block. A magnitude is an integer, the bits of a floating-point number without its sign.
 These integers have the order of the magnitudes, need no special case for subnormals, and place infinities and NaN last.
@@ -330,8 +330,8 @@ class TopK(Compressor):
         """Narrow the thresholds by counting, until few elements reach the lower one or the thresholds are adjacent numbers.
 
         Returns:
-            (lower threshold, upper threshold, number of elements that reach the upper one, number that reach the lower one). The
-            first number is below `kept`, the second is not.
+            (lower threshold, upper threshold, number of elements that reach the upper one, number that reach the lower one).
+            Fewer than `kept` elements reach the upper threshold, and at least `kept` reach the lower one.
         """
         lower, upper, chosen, reached = 0, self._selection.top, 0, self.size
         thresholds = [1, guess, guess + 1]  # so that zeros and other ties are found in the first pass

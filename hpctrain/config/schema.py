@@ -278,7 +278,7 @@ class EarlyStopConfig(Section):
         description="Metric of the evaluations that must improve: a higher top1 or top5, or a lower loss; the prefix ema_ "
         "selects the metric of the averaged weights.",
     )
-    min_delta: Number = Field(default=0.0, ge=0, description="Minimum change that counts as an improvement.")
+    min_delta: Number = Field(default=0.0, ge=0, description="Change that an improvement must exceed.")
 
 
 DEFAULT_SHARDS = 8

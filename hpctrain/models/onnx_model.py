@@ -89,7 +89,7 @@ def onnx_model(
 
 
 class _Translator:
-    """Translates a graph node by node.
+    """Translator of a graph to ONNX, node by node.
 
     `_names[t]` is the ONNX value of tensor t; `constants` are the arrays that nodes read.
     """

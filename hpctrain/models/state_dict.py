@@ -134,7 +134,7 @@ def check_fits(
 
     Raises:
         CheckpointError: a name is missing or unknown, an array has another shape, another kind of dtype or non-finite numbers, or
-            a pattern matches nothing. The message has one sentence per fault.
+            a pattern matches nothing. The message has a sentence for each of the first 8 faults.
     """
     ignored = frozenset(name for name in (*expected, *given) if any(fnmatchcase(name, pattern) for pattern in ignore))
     # Lazy, because finding the nearest name takes time: only for sentences that are printed.
@@ -194,7 +194,7 @@ def check_finite(state: Mapping[str, np.ndarray], source: str, dtype: DTypeLike 
         dtype: dtype that the numbers will be converted to; None: no conversion.
 
     Raises:
-        CheckpointError: an array is not finite. The message has one sentence per array.
+        CheckpointError: an array is not finite. The message has a sentence for each of the first 8 such arrays.
     """
     sentences = list(
         islice((sentence for name in state if (sentence := _not_finite(name, state[name], source, dtype))), _MOST_REPORTED)

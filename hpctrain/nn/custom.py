@@ -1,7 +1,7 @@
 """User-defined layers in one file of plain array code, without a change to any kernel set.
 
 Subclass `ArrayLayer`, return the output's shape, and write forward and backward. If a neighbouring layer uses another memory
-layout, a reorder is inserted in between. Averaging, checkpoints and the gradient check work as for any layer.
+layout, the compiler inserts a reorder between both. Averaging, checkpoints and the gradient check work as for any layer.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ class ArrayLayer(Leaf):
     def backward(
         self, x: Array, dy: Array, parameters: Mapping[str, Array], saved: dict[str, Any]
     ) -> tuple[Array, Mapping[str, Array]]:
-        """Return the gradients of the loss with respect to x and to the parameters, which are by role and have the same shapes.
+        """Return the gradient of the loss with respect to x, and those with respect to the parameters, by role.
 
-        `dy` has the shape of y. All arguments except `saved` are read-only. A result of another shape is a `ShapeError`.
+        `dy` has the shape of y. A gradient that has another shape than its array is a `ShapeError`. Only `saved` may be modified.
         """
 
     def with_window(self, window: Window) -> ArrayLayer:

@@ -125,7 +125,7 @@ def pair(value: PairLike, noun: str) -> Pair:
     """
     rows, columns = (value, value) if isinstance(value, int) else _integers(value)
     if min(rows, columns) < 1:
-        raise ShapeError(f"A {noun} is {(rows, columns)}, but both numbers must be at least 1.")
+        raise ShapeError(f"The {noun} is {(rows, columns)}, but both numbers must be at least 1.")
     return rows, columns
 
 
@@ -148,7 +148,7 @@ def edges(padding: EdgesLike) -> Edges:
             f"Padding {values} has {len(values)} values; use one number, (rows, columns) or (top, bottom, left, right)."
         )
     if min(values) < 0:
-        raise ShapeError(f"A padding is {values}, but each edge must be at least 0.")
+        raise ShapeError(f"The padding is {values}, but each edge must be at least 0.")
     return values
 
 
@@ -213,7 +213,7 @@ class Linear(Leaf):
     """Linear layer: y (N, out) = x (N, in) @ weight (in, out) + bias (out).
 
     Args:
-        features_in, features_out: sizes of one sample.
+        features_in, features_out: number of features of a sample in the input and in the output.
         bias: whether a bias is added.
         image_shape: (H, W, C) of the image if the input is a flattened image. torchvision flattens (C, H, W), so the weight's
             rows are reordered when they are exported or imported.
@@ -457,7 +457,7 @@ class PadChannels(Leaf):
 
     def __init__(self, before: int, after: int) -> None:
         if min(before, after) < 0:
-            raise ShapeError(f"Channels of padding are {(before, after)}, but both numbers must be at least 0.")
+            raise ShapeError(f"before and after are {(before, after)}, but both must be at least 0.")
         self._spec = PadChannelsSpec(before, after)
 
     def spec(self, name: str) -> PadChannelsSpec:

@@ -61,7 +61,7 @@ class Distribution(Protocol):
     def ranks(self) -> int: ...
 
     def prepare(self, graph: Graph) -> None:
-        """Read the model, lowered for one sample. Called before all other methods, and again for each other image shape."""
+        """Read the model, lowered for one sample. The network calls it first of all, and again for each further image shape."""
 
     def local(self, graph: Graph, counts: Sequence[int]) -> Graph:
         """Return this rank's part of `graph`.
@@ -120,7 +120,7 @@ class Lowering:
         self._lowered = lru_cache(maxsize=16)(partial(_lowered, model, dtype, self.frozen))
 
     def graph(self, samples: int, image_shape: ImageShape) -> Graph:
-        """Return the graph for images (samples, H, W, C), before fusion. If the channels seem to be first, the error says so."""
+        """Return the graph for images (samples, H, W, C), before fusion. Raise a ShapeError if the layers do not fit them."""
         return self._lowered(samples, (*image_shape,))
 
 
@@ -212,7 +212,7 @@ class Network:
         frozen_groups: parameters of frozen layers, by the same names as `groups`.
         parameter_specs: declarations of the whole model's parameters by full name.
         shards: this rank's part of each parameter by full name; None for a whole parameter.
-        slices: messages that carry each parameter, by parameter name.
+        slices: indices of the slices that hold each parameter, by name; a slice is the content of one message.
 
     Raises:
         ShapeError: the layers do not fit each other or the image; the message names the layer.
@@ -273,7 +273,7 @@ class Network:
         weights = self.loss_spec.class_weights
         if weights and len(weights) != self.classes:
             raise ConfigError(
-                f"There are {len(weights)} weights of classes, but the model has {self.classes} classes; give one per class."
+                f"There are {len(weights)} weights of classes, but each of the {self.classes} classes must have one."
             )
         wrong = next((label for label, weight in enumerate(weights) if not 0.0 < weight < math.inf), None)
         if wrong is not None:
@@ -313,7 +313,7 @@ class Network:
         return next(iter(self._alone(counts, shape, training=training, input_gradient=input_gradient)))
 
     def _alone(self, counts: tuple[int, ...], shape: ImageShape, *, training: bool, input_gradient: bool = False) -> SideBySide:
-        """Return the program of `program`, as the only one of those that run side by side."""
+        """Return the program for `counts` and `shape`, as the single member of a `SideBySide`."""
 
         def make() -> SideBySide:
             plan = compile_graph(self._local_graph(counts, shape), self.kernels, training=training, input_gradient=input_gradient)
@@ -364,7 +364,7 @@ class Network:
         return self._programs[key]
 
     def set_slices(self, slices: Slices) -> None:
-        """Set the messages that carry each parameter, at whose ends captured spans end. Call it before the second step."""
+        """Set the slices that hold each parameter, which bound the spans of captured programs. Call it before the second step."""
         self.slices = slices
 
     def _bound(
@@ -389,7 +389,7 @@ class Network:
         )
 
     def arena_bytes(self, batch: int, *, training: bool) -> int:
-        """Return the memory in bytes that a program for N = batch needs in addition to the parameters. Allocates nothing.
+        """Return the bytes that a program for N = batch needs in addition to the parameters, without allocating them.
 
         Args:
             batch: number of samples N of each rank.

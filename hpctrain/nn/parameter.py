@@ -307,7 +307,7 @@ class FlatStatistics:
             start += size
 
     def by_role(self, names: Mapping[str, str]) -> dict[str, Array]:
-        """See `ProgramStatistics`."""
+        """Return one operator's running and batch statistics by role; see `ProgramStatistics.by_role`."""
         return self.with_batch(names, self.batch)
 
     def with_batch(self, names: Mapping[str, str], batch: Array) -> dict[str, Array]:
@@ -321,7 +321,7 @@ class FlatStatistics:
         return views
 
     def fetch_batch(self) -> Fetch:
-        """See `ProgramStatistics`."""
+        """Start copying `batch` to the host; see `ProgramStatistics.fetch_batch`."""
         return self._arithmetic.fetch(self.batch)
 
     def with_own_batch(self) -> ProgramStatistics:

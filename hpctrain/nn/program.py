@@ -58,23 +58,23 @@ class StepHooks:
     def input_ready(self, parameters: Sequence[Parameter], x: Array) -> None:
         """Read the input x (N, in) in forward, if `takes_sufficient_factors` is true for these parameters.
 
-        The memory of x is reused after the call. Must not wait.
+        The call must not wait. The memory of x is reused after it.
         """
 
     def error_ready(self, parameters: Sequence[Parameter], dy: Array) -> None:
         """Read the output's gradient dy (N, out) in backward, if `takes_sufficient_factors` is true for these parameters.
 
-        The call comes before the input's gradient is computed. The memory of dy is reused after the call. Must not wait.
+        The call comes before the input's gradient is computed, and must not wait. The memory of dy is reused after it.
         """
 
     def grad_ready(self, parameter: Parameter) -> None:
-        """Use `parameter.grad`, which is final for this backward pass. Must not wait."""
+        """Use `parameter.grad`, which is final for this backward pass, without waiting."""
 
     def data_free(self, parameter: Parameter) -> None:
         """React to the last read of `parameter.data` in this backward pass."""
 
     def operator_done(self, name: str, phase: str) -> None:
-        """React to the end of an operator. `phase` is "forward", "parameters" or "input". Must not wait."""
+        """React to the end of an operator, without waiting. `phase` is "forward", "parameters" or "input"."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ class _ViewCopy(Operator):
 
 
 class Binder:
-    """Makes arrays from a plan's places in the arena, and binds the plan's operators to them in forward order.
+    """Binding of a plan's operators to arrays at the plan's places in the arena, in forward order.
 
     Args:
         leading: steps of the leading program (see `Program`); empty if there is none.
@@ -212,7 +212,7 @@ _NO_CONTEXT = StepContext()  # a layout copy reads no context
 
 
 class Program:
-    """Runs forward, loss and backward of one plan. Allocates nothing after construction.
+    """Forward, loss and backward of one plan, bound to memory. It allocates nothing after construction.
 
     Several programs share one arena, and only one runs at a time. `x`, logits and gradients are valid until another program
     starts.
@@ -221,8 +221,8 @@ class Program:
         plan: operators and their places in memory.
         memory: uint8 array of at least the size of the plan's arena.
         mergers: mergers of batch statistics by group of ranks.
-        leader: program with an alike plan (see `alike`) that runs each operator just before this program does; None: no such
-            program.
+        leader: program that runs each operator just before this program does; their plans are alike (see `alike`). None: there
+            is none.
         gradient_buffer: function that returns the array for the gradient of a trained parameter; None: the array in its group.
 
     Attributes:
@@ -340,7 +340,7 @@ class Program:
             for parameter in step.parameters:
                 hooks.data_free(parameter)
         elif action is Action.BEGIN:
-            assert isinstance(step.operator, DeferredStart)  # the plan gives this action to no other operator
+            assert isinstance(step.operator, DeferredStart)  # no other operator has this action
             step.operator.begin_backward()
         elif action is Action.RECOMPUTE:
             assert isinstance(step.operator, RecomputedOutput)
@@ -386,7 +386,7 @@ def _outline(plan: ExecutionPlan) -> tuple[object, ...]:
 
 
 class SideBySide:
-    """Runs several programs that share parameters but no other memory. Iteration yields the programs.
+    """Several programs that run together and share only parameters. Iteration yields the programs.
 
     Each operator runs for all programs before the next operator. Parameters are therefore needed once, layer by layer, and
     gradients are complete as early as with one program over all samples, so messages overlap with both whole passes. If the plans
@@ -412,7 +412,7 @@ class SideBySide:
 
         Args:
             contexts: one context per program.
-            turn: callback, called before each action with the index of the next program.
+            turn: callback, called with the index of the program whose operators run next.
         """
         if not self._alike:
             for place, (program, context) in enumerate(zip(self._programs, contexts, strict=True)):

@@ -1,6 +1,6 @@
-"""Filters of a first convolution that whiten patches of images: outputs of different filters are not correlated, with variance 1.
+"""Filters of a first convolution that whiten patches of images: different outputs are uncorrelated and have variance 1.
 
-Each filter may have its negative next to it, whose output is the negative output.
+The negatives of the filters may follow them; their outputs are the negative outputs.
 """
 
 from __future__ import annotations

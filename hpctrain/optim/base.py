@@ -128,7 +128,7 @@ class Optimizer(Checked):
     def prepare_norms(self, segments: Sequence[Segment]) -> None:
         """Replace the complete gradients of `segments` by the arrays whose norms the update needs.
 
-        Called once before each update, with the same segments. Does not write to the parameters.
+        The averager calls it once before each update, with the same segments. It must not write to the parameters.
         """
 
     @abstractmethod
@@ -155,7 +155,7 @@ class Optimizer(Checked):
 
 
 class ForwardingOptimizer(Optimizer):
-    """Base of optimisers that extend the updates of `inner`. Forwards all calls to it."""
+    """Base of optimisers that extend the updates of `inner`, to which they forward all calls."""
 
     def __init__(self, inner: Optimizer) -> None:
         self.inner = inner

@@ -31,7 +31,7 @@ class EmaRule:
 
 
 class EmaOptimizer(ForwardingOptimizer):
-    """`inner` with an average of its weights: a := w before the first update; a := (a - w) * kept + w after each update.
+    """Optimiser with an average of its weights: a := w before the first update; a := (a - w) * kept + w after each update.
 
     Like all optimiser state, the average covers only the owned segments. A step that leaves out a parameter also leaves out its
     average.

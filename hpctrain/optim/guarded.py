@@ -17,7 +17,7 @@ from hpctrain.trace.tracer import Category
 
 
 class WriteGuard:
-    """Detects changes of arrays between two writes. All buffers are allocated in the constructor.
+    """Detector of changes of arrays between two writes. All buffers are allocated in the constructor.
 
     Args:
         arrays: flat arrays of whole 32-bit words, by name, whose current values are correct.
@@ -63,7 +63,7 @@ class WriteGuard:
 
 
 class GuardedOptimizer(ForwardingOptimizer):
-    """`inner` with timed updates. After `watch`, it also detects changes of its arrays that no update made.
+    """Optimiser that times the updates of `inner`. After `watch`, it also detects changes of its arrays that no update made.
 
     Args:
         progress: engine that accounts for the time of each update, and records it if the engine traces; None: updates are not

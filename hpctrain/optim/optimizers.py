@@ -53,10 +53,10 @@ class _DecayingOptimizer(Optimizer):
     decay_exclude: DecayExclude
 
     def check_decay(self) -> None:
-        """Raise unless `weight_decay` is legal.
+        """Raise unless `weight_decay` is a finite number of at least 0.
 
         Raises:
-            OptionError: `weight_decay` is illegal.
+            OptionError: `weight_decay` is negative or not finite.
         """
         if not (self.weight_decay >= 0.0 and math.isfinite(self.weight_decay)):
             sentence = f"weight_decay is {self.weight_decay}, but must be a finite number of at least 0; the usual value is 1e-4."
@@ -183,7 +183,7 @@ class MomentumOptimizer(_DecayingOptimizer):
         if not 0.0 <= self.momentum < 1.0:
             raise OptionError(f"momentum {self.momentum} is outside [0, 1); the usual value is 0.9.", "momentum")
         if self.nesterov and self.momentum == 0.0:
-            raise OptionError("nesterov needs a momentum above 0; the usual value is 0.9.", "nesterov")
+            raise OptionError(f"nesterov needs a momentum above 0, but momentum is {self.momentum}; set it to 0.9.", "nesterov")
         self.check_decay()
         check_clip_norm(self.clip_norm)
 
@@ -287,7 +287,7 @@ class Lars(MomentumOptimizer):
         self.descent.update(merged(runs), lr)
 
     def trust_ratio(self, segment: Segment, norms: Norms, clip: float = 1.0) -> float:
-        """Return lambda of the parameter that `segment` belongs to. clip: factor by which the gradient was clipped."""
+        """Return lambda of the parameter of `segment`, whose gradient counts as scaled by the factor `clip`."""
         if self.decay_excludes(segment):
             return 1.0
         data, gradient = (math.sqrt(square) for square in norms.squares[norms.index[segment.parameter]])

@@ -87,7 +87,7 @@ class LearningRateSchedule(Checked):
         return state
 
     def rise(self, progress: float) -> float:
-        """Return the share of the rise after the share `progress` of the warm-up's steps. Linear by default."""
+        """Return the share of the rise after the share `progress` of the warm-up's steps. By default it is linear."""
         return progress
 
     @abstractmethod
@@ -277,7 +277,7 @@ class Plateau(LearningRateSchedule):
         patience: Number of consecutive evaluations without improvement after which the rate is reduced, at least 1. A reduction
             resets the count.
         metric: Metric of the evaluations that must improve, as in early_stop.metric.
-        min_delta: Minimum change that counts as an improvement, at least 0.
+        min_delta: Change that an improvement must exceed, at least 0.
         min_lr: Minimum learning rate after reductions, in [0, lr].
     """
 

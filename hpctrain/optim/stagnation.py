@@ -33,7 +33,7 @@ class ImprovementRule:
     Args:
         metric: metric of evaluations. The value of "loss" or "ema_loss" must decrease, and that of any other metric, for example
             "top1", must increase.
-        min_delta: minimum change that counts as an improvement.
+        min_delta: change that an improvement must exceed.
     """
 
     metric: str

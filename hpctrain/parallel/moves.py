@@ -223,7 +223,7 @@ def _common_size(a: Box, b: Box) -> int:
 
 
 class _Owners:
-    """Finds the ranks that may own elements of a box, in a partition split along `_DIMS[kind]` in rank order."""
+    """Index of a partition, split along `_DIMS[kind]` in rank order, that finds the ranks that may own elements of a box."""
 
     _DIMS: ClassVar[Mapping[LayoutKind, int]] = {LayoutKind.SAMPLES: 0, LayoutKind.TILES: 1, LayoutKind.CHANNELS: -1}
 
@@ -238,7 +238,7 @@ class _Owners:
 
 
 class TransferRunner:
-    """Runs one rank's transfer, forward or as its adjoint. Collective over the split group; one at a time per group.
+    """Runner of one rank's transfer, forward or as its adjoint. Collective over the split group; one at a time per group.
 
     Args:
         transfer: this rank's share of the move.

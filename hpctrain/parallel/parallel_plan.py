@@ -1,4 +1,4 @@
-"""The parallel plan: how the ranks of a split group share each layer, given by patterns of layer names."""
+"""The parallel plan: how the ranks of a split group share each layer, chosen by patterns of layer names."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _parallelism(name: str) -> Parallelism:
 class ParallelPlan:
     """Use of each layer on a grid of `rows` x `cols` ranks (Pr x Pc), with split groups of `rows` ranks each.
 
-    A layer's use is its `Parallelism`, which may be given by name ("domain").
+    A layer's use is a `Parallelism` or its name ("domain").
 
     Attributes:
         rows: ranks of a split group, Pr.

@@ -1,8 +1,8 @@
 """Reports of a plan over a model, in integers: owners of all elements, communicated words, and memory.
 
-Pure arithmetic with the same result on every rank. Ranks are counted by position, c * Pr + r, over all split groups or over some
-of them. Words are elements of the run's dtype that a rank sends to others in one training step; statistics are float64 and
-counted separately.
+The reports are pure arithmetic, with the same result on every rank. Ranks are counted by position, c * Pr + r, over all split
+groups or over some of them. Words are elements of the run's dtype that a rank sends to others in one training step; statistics
+are float64 and counted separately.
 """
 
 from __future__ import annotations
@@ -231,7 +231,7 @@ _Key = tuple[str, str]  # name of the step and of its input's producer, the same
 
 
 class _GroupReporter:
-    """Reports one split group of Pr ranks: its entries by key, and its memory."""
+    """Reporter of one split group of Pr ranks: its entries by key, and its memory."""
 
     def __init__(
         self,

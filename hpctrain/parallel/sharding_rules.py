@@ -39,7 +39,7 @@ _PER_CHANNEL = (*_ANY_CHANNELS, PoolSpec, AdaptiveAveragePoolSpec)
 
 @runtime_checkable
 class Windowed(Protocol):
-    """Spec of an operation whose receptive field is given by `window`; None if it has no receptive field."""
+    """Spec of an operation whose `window` determines its receptive field. The window is None if there is no such field."""
 
     @property
     def window(self) -> Window | None: ...

@@ -56,7 +56,7 @@ class Observer:
         return False
 
     def read_state(self, position: Position) -> None:
-        """Read the state of the replica, whose sums are settled. Called between steps if `reads_state` returned True."""
+        """Read the state of the replica, whose sums are settled, between two steps after `reads_state` returned True."""
 
     def after_epoch(self, position: Position) -> None:
         """Handle the end of an epoch, before its evaluation.
@@ -73,11 +73,11 @@ class Observer:
         """
 
     def finish(self, position: Position) -> None:
-        """Handle the end of a training at `position`, after its last checkpoint was written. Not called after an error."""
+        """Handle the end of a training at `position`, after its last checkpoint was written, but not after an error."""
 
 
 class StepTrace(Observer):
-    """Records two events per step in a trace: the loading of the batch, and the whole step including the loading."""
+    """Observer that records two events per step in a trace: the loading of the batch, and the whole step with the loading."""
 
     def __init__(self, trace: Tracer) -> None:
         self._trace = trace
@@ -95,7 +95,7 @@ class StepTrace(Observer):
 
 
 class ImageSizeReport(Observer):
-    """Reports the size of the images in the first epoch of a run and at each change."""
+    """Observer that reports the size of the images in the first epoch of a run and at each change."""
 
     def __init__(self, sizes: ImageSizes, reporter: Reporter) -> None:
         self._sizes, self._reporter = sizes, reporter
@@ -120,7 +120,7 @@ _FEWEST_LATER = 20
 
 @dataclass(frozen=True)
 class StepParts:
-    """Parts of a step's duration, which add up to it: means over those steps of a rank whose durations are in the middle half.
+    """Mean durations of a step and of the parts that add up to it, without the shortest and the longest quarter of the steps.
 
     Attributes:
         steps: number of steps that were measured.
@@ -142,7 +142,7 @@ class StepParts:
     def of(
         cls, steps: int, seconds: float, exposed: float, messages: float, data: float, updates: float, busy: float
     ) -> StepParts:
-        """Return the parts of a step from means in seconds, which clocks that disagree may contradict.
+        """Return the parts of a step from means in seconds. Work is limited to the time that the other parts leave.
 
         Args:
             busy: processor time of the program outside of waits, including messages and updates.
@@ -155,8 +155,8 @@ class StepParts:
 class StepTimes(Observer):
     """Times of the latest usual steps (see `Observer.after_step`). A step lasts from the end of the previous one to its own end.
 
-    The first epoch of a run reads data files, later ones often memory, which changes the work of the loader. If most of the steps
-    are in later epochs, and at least 20, only these count.
+    The first epoch of a run reads data files, later ones often memory, which changes the work of the loader. If more than half of
+    the steps, and at least 20, are in later epochs, only those count.
 
     Args:
         progress: engine that measures the waits and the work on messages.
@@ -198,7 +198,7 @@ class StepTimes(Observer):
             self._later_steps += self._epochs > 1
 
     def _read(self) -> tuple[float, ...]:
-        """Return the sums so far, in the order of the arguments of `StepParts.of`."""
+        """Return the sums so far, in the order of the arguments of `StepParts.of` after `steps`."""
         now, account = self._clock(), self._progress.account
         waited = self._progress.waited_seconds - account.waited_updates_ns * 1e-9
         if self._processor is None:
@@ -209,10 +209,7 @@ class StepTimes(Observer):
         return now, waited, account.seconds, self._data_seconds, account.updates_ns * 1e-9, busy
 
     def measured(self) -> StepParts | None:
-        """Return the parts of the steps so far, without the first few; None if no step was measured.
-
-        They are means of the same steps, so that they add up.
-        """
+        """Return the parts of the steps so far, without the first few; None if no step was measured."""
         rows, later = list(self._latest), min(self._later_steps, len(self._latest))
         if later >= _FEWEST_LATER and 2 * later > len(rows):
             rows = rows[-later:]

@@ -197,7 +197,7 @@ def forward(network: Network, batch: Batch) -> Program:
 
 
 def host_logits(network: Network, program: Program) -> np.ndarray:
-    """Return the logits (N, classes) of a program on the host, bfloat16 as float32, read-only and valid until the next pass."""
+    """Return logits (N, classes) on the host, bfloat16 as float32. The array is read-only and valid until the next pass."""
     return network.kernels.arithmetic.to_host(program.logits)
 
 
@@ -250,8 +250,8 @@ def evaluate(
             None: no mirror images.
         confusion: empty counts, to which this rank's samples are added.
         advance: callback, called before each batch but the first with the number of samples done by all ranks.
-        shards: shards of this rank, computed one after another and added in the order of their tree; None: a rank computes its
-            samples of a batch together.
+        shards: shards of this rank, computed one after another and added in a fixed order (see `ShardsOfRank`); None: a rank
+            computes its samples of a batch together.
     """
     sums = _Sums(shards)
     loss_of_means = SoftmaxCrossEntropy(network.loss_spec)
@@ -426,7 +426,7 @@ class WeightAverage:
         }
 
     def blend(self, weighted_sums: np.ndarray, count: float) -> None:
-        """Blend like `FlatStatistics.blend`, and update the average of the statistics; no effect if `count` is 0."""
+        """Blend the running statistics like `FlatStatistics.blend`, and update their averages, unless `count` is 0."""
         statistics = self._network.statistics
         if count == 0:
             return
@@ -437,7 +437,7 @@ class WeightAverage:
         self._running[...] = (self._running - statistics.running) * self._rule.kept(self._updates) + statistics.running
 
     def weights_changed(self) -> None:
-        """Set the averages to weights or statistics that were written outside steps. No effect after the first update."""
+        """Set the averages to the current weights and statistics, after other code wrote them, unless a step has updated them."""
         if self._weight_updates():
             return
         for averager in self._averagers.values():
@@ -457,7 +457,7 @@ class WeightAverage:
     def in_place(self) -> Iterator[None]:
         """Replace parameters and running statistics by their averages during the block.
 
-        Call it after a drain. Collective at both ends.
+        Call it after a drain. The start and the end of the block are collective.
         """
         self._swap()
         yield  # no swap after an error, which may be of this rank only: the other ranks would not answer, and the job ends

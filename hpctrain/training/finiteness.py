@@ -25,7 +25,7 @@ Gather = Callable[[Any], list[Any]]
 
 
 class Held(IntEnum):
-    """Kinds of values of a layer, in the order in which they are blamed."""
+    """Kinds of values of a layer. If several kinds are not finite in one layer, errors name the first."""
 
     PARAMETERS = 0
     GRADIENTS = 1
@@ -72,7 +72,7 @@ class FiniteCheck:
 
     Attributes:
         holders: kind of each array and name of its parameter.
-        flags: pending results of the check, whether each array is finite.
+        flags: pending result of the check for each array: whether it is finite.
     """
 
     holders: Sequence[tuple[Held, str]]
@@ -187,7 +187,9 @@ class Finiteness:
         return not faults and not bad_loss
 
     def cause(self, step: int, seen: Sequence[tuple[Held, str]], *, finite: bool, gather: Gather) -> Cause:
-        """Return the cause of a step that is to be skipped; gradients are blamed first. Collective, after a drain.
+        """Return the cause of a step that is to be skipped. Collective; call it after a drain.
+
+        Updated parameters count only if all gradients are finite, because then the update itself has overflowed.
 
         Args:
             step: number of the step just done, counted from 1.
@@ -215,7 +217,7 @@ class Finiteness:
     def error(self, gather: Gather, advice: str) -> DivergedError | None:
         """Return the error about the earliest finding of all ranks; None if there is none.
 
-        The error is the same on every rank. Collective; after a drain.
+        The error is the same on every rank. Collective; call it after a drain.
 
         Args:
             gather: function that gathers a value from all ranks.

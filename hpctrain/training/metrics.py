@@ -59,8 +59,8 @@ class StepReduction:
     Args:
         comm: ranks that share the step's samples, on a communicator used for this only.
         statistics_size: number of elements of the flat batch statistics.
-        shards: shards of this rank, one per micro-batch, whose sums are added in the order of their tree; None: a rank adds its
-            micro-batches one after another.
+        shards: shards of this rank, one per micro-batch, whose sums are added in a fixed order (see `ShardsOfRank`); None: a
+            rank adds its micro-batches one after another.
         checks: number of elements of the message for checks of replicas (see `StepTotals.checks`).
     """
 
@@ -86,7 +86,7 @@ class StepReduction:
         self._ticket: Ticket | None = None
 
     def agree(self) -> None:
-        """Create the communicator for sums in the order of the shards' tree.
+        """Create the communicator for sums in the fixed order of the shards.
 
         Collective; call it once, before the first message.
         """
@@ -253,7 +253,7 @@ class Reporter:
         yield lambda done: None
 
     def flush(self) -> None:
-        """Record the latest step. Called if training ends within an epoch."""
+        """Record the latest step, before training ends within an epoch."""
 
     def record(self, kind: str, values: Mapping[str, Any]) -> None:
         """Append a record to the metrics.

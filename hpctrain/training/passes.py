@@ -265,8 +265,8 @@ class StatisticsSharing:
     def single(self, graphs: Iterable[Graph], samples: int) -> SingleValue | None:
         """Return the first batch norm over a single value in a step of `samples` samples; None if there is none.
 
-        The variance of one value is 0, so such a layer outputs only its bias, no layer before it is trained, and its running
-        variance, by which evaluation divides, tends to 0.
+        The variance of one value is 0. Such a layer therefore outputs only its bias, and no layer before it is trained. Its
+        running variance, by which evaluation divides, tends to 0.
 
         Args:
             graphs: the model, lowered for one image of each size.
@@ -329,7 +329,7 @@ _CHECKED: list[tuple[weakref.ref[Network], int]] = []
 def check_memory(network: Network, batch: int, micro_batches: int) -> None:
     """Raise unless a step of `batch` samples fits into the device's memory. Do nothing if memory is not limited.
 
-    Parameters and gradients are allocated already. The state of the optimiser, which is as large as the parameters, is not.
+    The step allocates activations and an optimiser state that is assumed to be as large as the parameters.
 
     Raises:
         BackendError: the step does not fit.

@@ -34,7 +34,7 @@ class TimeLeft:
         self._begin: float | None = None
 
     def seconds(self, done: int) -> float | None:
-        """Return the estimated remaining seconds; None before the second report of work by this run, unless the first ends it."""
+        """Return the estimated remaining seconds. None: this run has reported progress at most once, and work remains."""
         if done <= self._before:
             return None
         if self._begin is None:
@@ -109,7 +109,7 @@ class ProgressBar:
                 self._progress.update(before, visible=True)
 
     def close(self) -> None:
-        """Stop drawing. May be called twice."""
+        """Stop drawing. A second call has no effect."""
         self._progress.stop()
 
 

@@ -443,7 +443,8 @@ class Replica:
             The sums of the previous step over all ranks; None if `settle` has returned them.
 
         Raises:
-            ConfigError: an argument has another type, or a batch norm has a single value per channel.
+            ConfigError: an argument has another type, a batch norm has a single value per channel, or the shards require another
+                distribution of the samples over the ranks.
             DivergedError: a loss, parameter, gradient or statistic of the previous step is not finite, or too many consecutive
                 steps were skipped; raised on every rank.
             CorruptedStateError: `lr`, the optimiser or the number of samples of the previous step differs between ranks, or, with
@@ -549,7 +550,7 @@ class Replica:
             self._finite_at_step = self.global_step
 
     def require_alike(self, *, schedules: bool = False) -> None:
-        """Drain, and compare all values that ranks must hold alike, after `settle`. No effect without checks. Collective.
+        """Drain, and compare all values that ranks must hold alike, if checks are on. Collective; call it after `settle`.
 
         Args:
             schedules: whether to compare the schedules of the averagers as well.
@@ -593,7 +594,7 @@ class Replica:
         return evaluated_with(self.average, run, confusion, advance)
 
     def state(self, position: Position, meta: Mapping[str, Any], *, keep: bool = True, copied: bool = False) -> CheckpointContent:
-        """Return whole parameters, running statistics and optimiser state. Collective; after `drain`.
+        """Return whole parameters, running statistics and optimiser state. Collective; call it after `drain`.
 
         Args:
             keep: False on ranks that do not write the content; their content has no tensors.
@@ -603,7 +604,7 @@ class Replica:
         return snapshot.take(network, averagers, self.shards, position, meta, average=self.average, keep=keep, copied=copied)
 
     def own_parts(self, position: Position, meta: Mapping[str, Any]) -> tuple[dict[str, Part], dict[str, Any]]:
-        """Return copies of the parts of `state` that this rank writes to a joint checkpoint, and all metadata. Collective."""
+        """Return copies of this rank's parts of `state`, for a checkpoint that all ranks write, and all metadata. Collective."""
         parts = snapshot.take_parts(self.network, self.averagers, self.shards, self.groups, self.average)
         return parts, snapshot.full_meta(self.averagers, position, meta)
 
@@ -646,7 +647,7 @@ class Replica:
         self.parameters_written()
 
     def _raise_diverged(self) -> None:
-        """Raise the same error on all ranks if any rank has found non-finite values. Collective; after `drain`."""
+        """Raise the same error on all ranks if any rank has found non-finite values. Collective; call it after `drain`."""
         advice = f"lower optimizer.lr ({self.lr:g} in that step), warm up longer, or set optimizer.clip_norm."
         error = self._step.finiteness.error(self._reduction.gather, advice)
         if error is not None:
@@ -655,13 +656,13 @@ class Replica:
             raise error.of_all_ranks()
 
     def _raise_corrupted(self) -> None:
-        """Raise the same error on all ranks for the differences that the watch has found. Collective; after `drain`."""
+        """Raise the same error on all ranks for the differences that the watch has found. Collective; call it after `drain`."""
         assert self.watch is not None
         raise self.watch.error(self.loop.kept_step).of_all_ranks()
 
 
 def _check_statistics(replica: Replica, batch: Batch, nominal_batch: int) -> None:
-    """Raise if a batch norm has a single value per channel in steps like this one; only warn if they are shorter than usual.
+    """Raise if a batch norm has a single value per channel in a step of this size; only warn if the step is smaller than usual.
 
     Raises:
         ConfigError: a batch norm has a single value; raised on every rank.

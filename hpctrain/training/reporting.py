@@ -1,6 +1,6 @@
 """Reporters of a run: the console and metrics of rank 0, and the log file of each rank.
 
-On a terminal a bar is shown, elsewhere one line per interval. JSON lines are always written.
+The console shows a bar on a terminal, and prints one line per interval elsewhere. The metrics are JSON lines in a file.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ ProgressStyle = Literal["bar", "lines", "none"]
 
 
 class ConsoleReporter(Reporter):
-    """Prints progress to stdout, writes metrics to the run directory, and passes all events to other reporters.
+    """Reporter that prints progress to stdout, writes metrics to the run directory, and passes all events to other reporters.
 
     Args:
         directory: run directory, which receives the metrics. Metrics that its disk rejects are queued (see `PatientRecords`).
@@ -159,7 +159,7 @@ class ConsoleReporter(Reporter):
         self._pass_on(lambda reporter: reporter.say(text))
 
     def close(self) -> None:
-        """Close the bar and the other reporters. May be called twice."""
+        """Close the bar, the metrics and the other reporters. Later calls have no effect."""
         if self._bar is not None:
             self._bar.close()
             self._bar = None

@@ -38,7 +38,7 @@ def _nothing() -> None:
 
 
 class BackgroundWriter:
-    """Executes tasks in the background, each in a new thread. All methods must be called from one thread.
+    """Runner of background tasks, each in a new thread. All methods must be called from one thread.
 
     The thread is a daemon: it ends with the process even if its task is not finished. Call `wait` to wait for the task.
     """
@@ -66,11 +66,7 @@ class BackgroundWriter:
         return not self.busy
 
     def result(self) -> Any:
-        """Return the result of the latest task, which must be finished.
-
-        Raises:
-            Exception: the exception that ended the task.
-        """
+        """Return the result of the latest task, which must be finished, or raise the exception that ended it."""
         assert not self.busy, "the task is not finished"
         result, error = self._outcome
         if error is not None:
@@ -138,7 +134,7 @@ class _State:
 
 
 class Saver:
-    """Writes the checkpoints of a run, one at a time. All methods except `status_flag` are collective.
+    """Writer of the checkpoints of a run, one at a time. All methods except `status_flag` are collective.
 
     Args:
         world: all ranks.
@@ -408,7 +404,7 @@ def shards(
     written: Callable[[], None] = _nothing,
     prepare: Callable[[], None] = _nothing,
 ) -> Writing:
-    """Return the `Writing` of a checkpoint in a directory: a shard per rank, then a manifest by rank 0. Collective."""
+    """Return the `Writing` with which each rank writes a shard to the directory `path`, then rank 0 a manifest. Collective."""
     rank = world.rank
     growing: Path = world.broadcast_object(partial_path(path, secrets.token_hex(4)))
 

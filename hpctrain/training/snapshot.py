@@ -108,7 +108,7 @@ class Shards:
 
 
 def full_states(averager: GradientAverager, shards: Shards) -> Iterator[tuple[Parameter, dict[str, np.ndarray]]]:
-    """Yield each parameter of the averager with its `full_state`. After a drain; collective if anything is sharded or split.
+    """Yield each parameter of the averager with its `full_state`. Call it after a drain; collective if any is sharded or split.
 
     The parts of a split parameter belong to several averaging groups. Because parts differ in size, one group may exchange or
     keep back gradients while another does not. Likewise, all ranks of one group may update their part while the ranks of another
@@ -211,7 +211,7 @@ def take(
     keep: bool = True,
     copied: bool = False,
 ) -> CheckpointContent:
-    """Return the complete state for a resume, one whole array per tensor. After a drain; collective if anything is sharded.
+    """Return the state for a resume, one whole array per tensor. Call it after a drain; collective if any is sharded or split.
 
     Args:
         keep: False on ranks that do not write: their content has no tensors, and they hold only one whole tensor at a time.
@@ -419,7 +419,7 @@ def take_parts(
     groups: GridGroups,
     average: WeightAverage | None = None,
 ) -> dict[str, Part]:
-    """Return copies of the parts that this rank writes. After a drain; collective if optimiser state is sharded."""
+    """Return copies of the parts that this rank writes, by key. Call it after a drain; collective if `full_states` is."""
     everyone = groups.all_ranks
     for_all, of_groups = _shares(everyone), {group: _shares(comm) for group, comm in groups.gradients.items()}
     parts: dict[str, Part] = {}

@@ -163,8 +163,8 @@ class StateHashes:
     """Hashes of a replica's parameters, running statistics and optimiser state, and of their averages.
 
     Keys and hashes are those of the tensors in a checkpoint (`hash_of`). Gradients that `lazy` and `sparse` keep back are
-    excluded, because they differ between ranks. Counters are excluded, because they follow from the number of steps. All methods
-    are collective.
+    excluded, because they differ between ranks. Counters are excluded, because they follow from the number of steps. Creation and
+    `take` are collective.
 
     Args:
         replica: replica whose averagers have agreed.
@@ -200,7 +200,7 @@ class StateHashes:
     def take(self) -> dict[str, str]:
         """Return the hash of each tensor, 16 hexadecimal digits, by key, parameters first and in forward order.
 
-        Collective; between steps, after `settle` and `drain`.
+        Collective; call it between steps, after `settle` and `drain`.
         """
         sums = [0] * len(self._index)
         for piece in self._pieces:
@@ -215,7 +215,7 @@ class StateHashes:
 
 
 def state_hashes(replica: Replica) -> dict[str, str]:
-    """Return the hashes of a replica (see `StateHashes.take`). Collective; between steps, after `settle` and `drain`."""
+    """Return the hashes of a replica (see `StateHashes.take`). Collective; call it between steps, after `settle` and `drain`."""
     return StateHashes(replica).take()
 
 

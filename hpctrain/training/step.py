@@ -37,7 +37,7 @@ _PHASES: Mapping[str, Category] = {
 
 
 class TracingHooks(StepHooks):
-    """Passes every event of a step to `inner`, and records operators and the time between them, without gaps.
+    """Hooks that pass every event of a step to `inner`, and record operators and the time between them, without gaps.
 
     An operator begins at the end of the last hook before it. `begin` starts the clock, and `lap` ends a stretch of other work.
     """
@@ -144,12 +144,12 @@ class GradientSum:
 
 
 class AveragingHooks(StepHooks):
-    """Passes the events of a step to the averager of each parameter's group, and lets messages progress between operators.
+    """Hooks that pass the events of a step to the averager of each parameter's group, and let messages progress meanwhile.
 
     A step may have several parts, each a pass over some of its samples. The gradients of all parts but the last are summed in
     separate buffers. These sums are added to the last part's gradient just before it is announced, so that averagers receive one
-    gradient per step. With shards in the order of a tree, averagers also receive the partial sums that have no partner on this
-    rank.
+    gradient per step. With shards, averagers also receive the partial sums that this rank cannot add to each other in the fixed
+    order.
     """
 
     def __init__(
@@ -226,7 +226,7 @@ def _labels(batch: Batch, own: slice) -> np.ndarray | MixedLabels:
 
 
 class TrainingStep:
-    """Runs the steps of one rank. Collective: every rank runs each step, with an empty batch if it has no samples.
+    """Runner of the steps of one rank. Collective: every rank runs each step, with an empty batch if it has no samples.
 
     If the engine has a tracer, the whole step is recorded.
 
@@ -351,7 +351,7 @@ class TrainingStep:
 
 
 class StepGuard:
-    """Keeps a copy of the values that a step changes, and undoes the step if any rank finds a non-finite value.
+    """Copy of the values that a step changes, from which every rank undoes the step if any rank finds a non-finite value.
 
     Construction is collective.
 

@@ -18,7 +18,7 @@ from hpctrain.optim.stagnation import ImprovementRule, Stagnation
 
 @dataclass(frozen=True)
 class EarlyStop(ImprovementRule):
-    """End the training after `patience` consecutive evaluations without improvement.
+    """Rule that ends a training after `patience` consecutive evaluations without improvement.
 
     Args:
         patience: number of evaluations; at least 1.

@@ -60,7 +60,7 @@ class Outcome:
 
 
 class Trainer:
-    """Runs the training on this rank. Every public method is collective.
+    """Training loop of this rank. Every public method is collective.
 
     Args:
         replica: replica to train; its averagers have agreed.

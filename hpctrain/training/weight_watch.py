@@ -39,7 +39,7 @@ _KINDS = 2  # kinds of arrays: those that all ranks hold alike, and parts of spl
 
 
 class AgreedChecksums:
-    """Encodes checksums of one rank as numbers, and evaluates the sums of these numbers over all ranks.
+    """Encoding of one rank's checksums as numbers, whose sums over all ranks show whether checksums differ.
 
     Args:
         alike: by kind, groups of positions that must have the same checksum; each position is in one group of a kind.
@@ -86,7 +86,7 @@ class AgreedChecksums:
 
 
 def alike_positions(ranks: int, splits: int) -> tuple[Sequence[Sequence[int]], ...]:
-    """Return, by kind, the groups of positions with equal contents: of unsplit layers, and of the parts of split layers.
+    """Return the groups of positions with equal values, by kind: for unsplit layers (0), and for parts of split layers (1).
 
     Args:
         splits: number of ranks that share samples.
@@ -95,7 +95,7 @@ def alike_positions(ranks: int, splits: int) -> tuple[Sequence[Sequence[int]], .
 
 
 def agreed_checksums(groups: GridGroups) -> AgreedChecksums:
-    """Return the checksums by kind that ranks compare in each step's message."""
+    """Return the encoding of the checksums that ranks compare in each step's message."""
     return AgreedChecksums(alike_positions(groups.messages.size, groups.split_size), groups.messages.rank)
 
 
@@ -228,7 +228,7 @@ class _Taken:
 
 
 class WeightWatch:
-    """Compares this rank's replica with the replicas of other ranks, and guards the values that this rank writes.
+    """Comparison of this rank's replica with those of other ranks, and guards of the values that this rank writes.
 
     Only `compare_all`, `explains` and `error` are collective: the checksums of steps are sent in the steps' messages.
 
@@ -301,7 +301,7 @@ class WeightWatch:
             guard.fetch()
 
     def message(self, facts: int = 0) -> np.ndarray:
-        """Return the numbers for a step's message (see `AgreedChecksums.numbers`), with the checksum of further equal facts."""
+        """Return the numbers for a step's message. `facts` is a checksum of further values that all ranks must hold alike."""
         self._facts = facts
         full = len(self._pending) == self._pending.maxlen
         self._sent = self._pending.popleft() if full else _Taken(self._sent.step)
@@ -310,7 +310,7 @@ class WeightWatch:
     # -- between steps ---------------------------------------------------------------------------------------------------------
 
     def compare_all(self, step: int, *, schedules: bool = False) -> bool:
-        """Compare everything, and return whether it is equal and undamaged. Collective; after a drain.
+        """Compare all watched values, and return whether they are equal and undamaged. Collective; call it after a drain.
 
         Args:
             step: number of steps done.
@@ -327,7 +327,7 @@ class WeightWatch:
         return all(map(self._is_equal, (*self._pending, now)))
 
     def verify(self) -> bool:
-        """Return whether any values that only this rank writes have changed without a write. After a drain."""
+        """Return whether any values that only this rank writes have changed without a write. Call it after a drain."""
         for guard in self._guards:
             guard.compare()
             guard.fetch()
@@ -335,7 +335,7 @@ class WeightWatch:
         return any(guard.changed for guard in self._guards)
 
     def explains(self, findings: Sequence[Finding | None]) -> bool:
-        """Return whether damage on some ranks explains non-finite values. Collective; after a drain, and before `error`.
+        """Return whether damage on some ranks explains non-finite values. Collective; call it before `error`, after a drain.
 
         Compare again the sums taken while parameters were finite, and the sums that are not sent yet. Once all ranks of a group
         hold non-finite parameters, their sums may differ without damage, because the sum of two NaN is the first of them.

@@ -39,7 +39,7 @@ class BlockingAverager(GradientAverager):
             self._step = self._joint.begin_step(self._member)
 
     def grad_ready(self, parameter: Parameter) -> None:
-        """No-op: nothing is sent before all gradients are ready."""
+        """Do nothing, because no message starts before all gradients are ready."""
 
     def end_backward(self) -> None:
         self.progress.wait(self._queue.post(lambda: self._sums.iallreduce(self._terms(0, self.group.size)), "all gradients"))

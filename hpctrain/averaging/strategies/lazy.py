@@ -135,7 +135,7 @@ class LazyInterval:
         return LazyStep(averages=True, compares=True)
 
     def compare(self, add_squares: Callable[[np.ndarray], None], after: Sequence[Dependency]) -> None:
-        """Queue one member's part of a comparison. Every member must call it once in a step that compares. Never waits.
+        """Queue one member's part of a comparison, without waiting. Every member must call it once in a step that compares.
 
         Args:
             add_squares: function that adds |f|^2, |G|^2 and |f - G|^2 of this rank's elements to an array (3,).

@@ -51,7 +51,7 @@ class ShardedOptions:
 
 
 class Sharded(ReduceScatterStrategy):
-    """Reduce-scatter gradients in backward, update owned parts, and allgather parameters in the next forward.
+    """Averaging by a reduce-scatter of gradients in backward, and an allgather of updated parameters in the next forward.
 
     Reduce-scatters run in the order of backward on one communicator, allgathers on another, so that each may overtake the other.
     Small layers are fused, large ones cut. Allgathers run front layers first. Those of late layers run under backward if the link

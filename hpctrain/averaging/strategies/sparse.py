@@ -478,7 +478,7 @@ class SparseOptions:
 
 
 class Sparse(ReduceScatterStrategy):
-    """Send only the largest gradients between nodes, and add the rest to the next step's gradients. It changes the optimisation.
+    """Averaging of only the largest gradients between nodes. The rest is added to later gradients, so the optimisation changes.
 
     Gradients of large parameters are summed within a node to the ranks that own a part. A node sends the largest elements of each
     part with their positions. Ranks that own the same part on all nodes add the received elements in the same order and update

@@ -36,7 +36,7 @@ def build(
     dropout: float = 0.5,
     seed: int = 0,
 ) -> Layer:
-    """AlexNet as one tower, without local response normalisation, for images of 227 px. Images of at least 67 px also work.
+    """Build AlexNet as one tower, without local response normalisation, for images of 227 px. Images of at least 67 px also work.
 
     Args:
         channels: Output channels of each of the five convolutions.
@@ -50,9 +50,9 @@ def build(
     """
     check_dropout(dropout)
     if len(channels) != len(_KERNELS):
-        raise OptionError(f"AlexNet has five convolutions, so channels must be five numbers, not {len(channels)}.", "channels")
+        raise OptionError(f"channels has {len(channels)} numbers, but must have five, one for each convolution.", "channels")
     if padding < 0:
-        raise OptionError(f"A padding is {padding}, but must be at least 0.", "padding")
+        raise OptionError(f"padding is {padding}, but must be at least 0.", "padding")
     outside = [scaled(published, width, "channels") for published in channels]
     hidden = scaled(_HIDDEN, width)
     return Sequential(

@@ -39,7 +39,7 @@ def build(
     synchronised: bool = False,
     seed: int = 0,
 ) -> Layer:
-    """Pre-activation ResNet or wide ResNet of blocks of two convolutions, designed for 32 px, for images of any size.
+    """Build a pre-activation ResNet or wide ResNet of blocks of two convolutions, designed for 32 px, for images of any size.
 
     Args:
         stem: Output channels of the first convolution.
@@ -84,7 +84,7 @@ def _check_blocks(channels: Sequence[int], blocks: Sequence[int]) -> None:
         raise OptionError("channels is empty, but a pre-activation ResNet has at least one stage; [64] is one.", "channels")
     if len(blocks) != len(channels):
         raise OptionError(
-            f"blocks has {len(blocks)} numbers, but channels has {len(channels)} stages; give one number per stage.", "blocks"
+            f"blocks has {len(blocks)} numbers, but must have one for each of the {len(channels)} stages in channels.", "blocks"
         )
     if min(blocks) < 1:
         raise OptionError(f"blocks is {list(blocks)}, but each stage must have at least 1 block.", "blocks")

@@ -53,7 +53,7 @@ def build(
     synchronised: bool = False,
     seed: int = 0,
 ) -> Layer:
-    """ResNet with 18, 34, 50, 101 or 152 layers, designed for 224 px, for images of any size.
+    """Build a ResNet with 18, 34, 50, 101 or 152 layers, designed for 224 px, for images of any size.
 
     Args:
         depth: Number of layers with weights: 18, 34, 50, 101 or 152.

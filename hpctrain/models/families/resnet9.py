@@ -25,7 +25,7 @@ def build(
     momentum: float = 0.1,
     synchronised: bool = False,
 ) -> Layer:
-    """ResNet-9: a convolution, then three stages that halve the image. The first and the last stage have a residual block.
+    """Build ResNet-9: a convolution, then three stages that halve the image. The first and the last stage have a residual block.
 
     The global pooling uses the mean, as in other residual networks. The original uses the maximum and scales the logits.
 

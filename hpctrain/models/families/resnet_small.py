@@ -30,7 +30,7 @@ def build(
     synchronised: bool = False,
     seed: int = 0,
 ) -> Layer:
-    """ResNet with 20, 32, 44, 56 or 110 layers, designed for 32 px: three stages of (depth - 2) / 6 basic blocks.
+    """Build a ResNet with 20, 32, 44, 56 or 110 layers, designed for 32 px: three stages of (depth - 2) / 6 basic blocks.
 
     Args:
         depth: Number of layers with weights: 20, 32, 44, 56 or 110.

@@ -28,7 +28,7 @@ def build(
     synchronised: bool = False,
     seed: int = 0,
 ) -> Layer:
-    """Stages of convolution, batch norm, ReLU and a 2x2 max pool, then a classifier.
+    """Build stages of convolution, batch norm, ReLU and a 2x2 max pool, then a classifier.
 
     Args:
         channels: Output channels of each stage; the length of the list is the number of stages.

@@ -35,7 +35,7 @@ def build(
     synchronised: bool = False,
     seed: int = 0,
 ) -> Layer:
-    """VGG with 11, 13, 16 or 19 layers, with or without batch norm, for images of at least 32 px.
+    """Build a VGG with 11, 13, 16 or 19 layers, with or without batch norm, for images of at least 32 px.
 
     Args:
         depth: Number of layers with weights: 11, 13, 16 or 19.

@@ -25,7 +25,7 @@ def build(
     momentum: float = 0.1,
     synchronised: bool = False,
 ) -> Layer:
-    """Small VGG for 32 px: a 2x2 convolution, then stages that halve the image before their first batch norm.
+    """Build a small VGG for 32 px: a 2x2 convolution, then stages that halve the image before their first batch norm.
 
     The 3x3 convolutions start as the identity on the channels of their input, and with random filters for further channels. The
     first layer, `whiten`, has two filters per value of a patch, for `init.whiten`. The original has GELU instead of ReLU, trains
@@ -42,7 +42,7 @@ def build(
     if not channels:
         raise OptionError("channels is empty, but a network needs at least one stage; the default is [64, 256, 256].", "channels")
     if convolutions < 1:
-        raise OptionError(f"A stage has {convolutions} convolutions, but must have at least 1.", "convolutions")
+        raise OptionError(f"convolutions is {convolutions}, but must be at least 1.", "convolutions")
     norm = Norm(epsilon, momentum, synchronised)
     filters = 2 * 2 * 2 * channels_in
     whiten = Conv2d(channels_in, filters, 2, padding=(0, 1, 0, 1), bias=False)

@@ -15,7 +15,7 @@ from hpctrain.nn.compile.validate import validate, validation_is_on
 
 
 def compile_graph(graph: Graph, kernels: KernelSet, *, training: bool, input_gradient: bool = False) -> ExecutionPlan:
-    """Return the plan of one program. Allocates nothing.
+    """Return the execution plan of one program, without allocating arrays.
 
     Args:
         graph: model at one batch size, before fusion.

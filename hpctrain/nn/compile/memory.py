@@ -94,7 +94,7 @@ class Use:
 
 
 class _Collector:
-    """Collects uses by key, in the order of the first use."""
+    """Collection of uses by key, in the order of the first use."""
 
     def __init__(self) -> None:
         self._sizes: dict[Key, int] = {}

@@ -81,7 +81,7 @@ class SymbolicMemory:
         self._overwritten.pop(value, None)
 
     def add_name(self, region: Region, value: Value) -> None:
-        """Give the content of `region` the additional name `value`."""
+        """Add `value` to the names of the content of `region`."""
         if region.size_bytes:
             self._stretches[region.offset].values.add(value)
 
@@ -276,7 +276,7 @@ class _Pass:
     def run_actions(
         self, actions: Sequence[tuple[Action, int]], methods: Mapping[Action, Callable[[Action, int], None]], name: str
     ) -> None:
-        """Run each action by its method, and count it."""
+        """Run each action by its method, and count the run."""
         for action, k in actions:
             if action not in methods:
                 raise self.facts.error(action, k, f"cannot happen in {name}")

@@ -21,7 +21,7 @@ _AVERAGE = "ema_"
 
 
 class TensorBoard(Reporter):
-    """Writes all recorded numbers to TensorBoard event files in the run directory. Requires the extra `export`.
+    """Reporter that writes all recorded numbers to TensorBoard event files in the run directory. It requires the extra `export`.
 
     The loss and the accuracies of all sets share one chart each. The directories below `tensorboard` are train, validation and
     test and, with averaged weights, validation-averaged and test-averaged.
