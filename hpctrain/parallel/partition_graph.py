@@ -113,9 +113,6 @@ def partition_graph(graph: Graph, plan: ParallelPlan, counts: Sequence[int]) -> 
     Args:
         graph: model lowered at all samples of the split group.
         counts: number of samples of each rank.
-
-    Raises:
-        ConfigError: a pattern of the plan matches no layer.
     """
     assert graph.tensors[0].shape[0] == sum(counts)
     return _Partitioner(graph, plan, SplitContext(tuple(counts), plan.image_tiles)).run()

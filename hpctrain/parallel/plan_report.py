@@ -313,7 +313,7 @@ class _GroupReporter:
         return Traffic(forward, backward if self._needs_gradient[step.inputs[0]] else zeros, zeros, zeros)
 
     def _statistics(self, node: Node, step: PartitionStep) -> Traffic:
-        """Return the words of `RankStatistics` that each rank sends to every other rank.
+        """Return the words of `RankStatistics` that each rank sends to all other ranks together.
 
         These are count, mean and M2 in forward, and two sums per channel in backward. Only the input's gradient needs the sums,
         so a batch norm of the images themselves sends none.

@@ -126,7 +126,8 @@ def make_network(
 
     Raises:
         ShapeError: the layers do not fit each other or the image.
-        ConfigError: a pattern of frozen layers matches nothing, or the patterns match all layers.
+        ConfigError: a pattern of the plan or of frozen layers matches nothing, all layers are frozen, or the weights of classes
+            are not one positive number per class.
     """
     split_group = groups.split_group(progress, kernels.arithmetic)
     distribution = None

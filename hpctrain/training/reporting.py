@@ -43,8 +43,8 @@ class ConsoleReporter(Reporter):
 
     Args:
         directory: run directory, which receives the metrics. Metrics that its disk rejects are queued (see `PatientRecords`).
-        interval_seconds: time between two records of progress, and between two lines if there is no bar. The first and the last
-            step are always recorded.
+        interval_seconds: time between two records of progress, and between two lines if there is no bar. The first step and, if
+            training ends within an epoch, the last one are always recorded.
         others: reporters that receive the same events; closed together with this one.
         console: console to print to; None: stdout.
         style: style of the progress display; None: a bar on a terminal, lines elsewhere; "none": only warnings are printed.
