@@ -208,7 +208,7 @@ def test_a_small_vgg_starts_as_whitening_filters_and_identities() -> None:
     assert len(exported_shapes(built("vgg_small", convolutions=3, channels=[32]))) == 1 + 3 * 5 + 2
     for options, words in (
         ({"channels": []}, "at least one stage"),
-        ({"convolutions": 0}, "0 convolutions, but must have at least 1"),
+        ({"convolutions": 0}, "convolutions is 0, but must be at least 1"),
     ):
         with pytest.raises(OptionError, match=words):
             built("vgg_small", **options)
