@@ -233,7 +233,7 @@ def free(world: Communicator) -> None:
 
 
 def abort_job(code: int, deadline_seconds: float) -> None:
-    """End the job from a rank that may not have started MPI yet. Returns if MPI has already been finalized or cannot be loaded.
+    """End the job from a rank that may not have started MPI yet. It returns only if MPI has been finalized or cannot be loaded.
 
     If MPI has not started in this process, this call starts it. The start is collective: it completes because the other ranks
     also start MPI, in `world`. If MPI has started, the call is not collective.

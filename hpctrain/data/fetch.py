@@ -159,12 +159,12 @@ def fetch(
 
 
 def already_there(out: Path, wanted: DataSet) -> Path | None:
-    """Return the output directory if it contains the files, or the archive."""
+    """Return the output directory if it contains the files, or the archive; otherwise None."""
     return out if _has_all(out, wanted) else None
 
 
 def debian_package(out: Path, wanted: DataSet) -> Path | None:
-    """Return the directory of Debian's package if it is installed."""
+    """Return the directory of Debian's package if it is installed; otherwise None."""
     return wanted.package_directory if wanted.package is not None and _has_all(wanted.package_directory, wanted) else None
 
 

@@ -93,7 +93,7 @@ def _affine(picture: Image.Image, matrix: tuple[float, ...], resample: Resamplin
 
 
 def _with_hue(picture: Image.Image, magnitude: float) -> Image.Image:
-    """Return the picture with its hue turned by a fraction of the colour circle, in [-0.5, 0.5]. Grey pictures have none."""
+    """Return the picture with its hue turned by a fraction of the colour circle, in [-0.5, 0.5]. Grey pictures stay unchanged."""
     if picture.mode == "L":
         return picture
     hue, saturation, value = picture.convert("HSV").split()

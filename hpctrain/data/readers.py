@@ -49,7 +49,7 @@ def sum_of(values: np.ndarray) -> int:
 
 
 class UnreadableError(DataError):
-    """Unreadable samples. The message contains the file, the sample and the reason."""
+    """Error for unreadable samples. The message contains the file, the sample and the reason."""
 
 
 class ReadImages(Protocol):

@@ -75,7 +75,7 @@ def row_launch(rows: int, packs: int, multiprocessors: int) -> tuple[Extent, Ext
 
 
 def check_images(name: str, *shapes: Shape) -> None:
-    """Raise unless 32-bit integers suffice to count the rows, and the elements of a row.
+    """Raise an error unless 32-bit integers suffice to count the rows, and the elements of a row.
 
     Raises:
         BackendError: images (N, H, W, C) have too many rows, or too many elements in a row.

@@ -179,11 +179,11 @@ def dims(values: Sequence[int]) -> Any:
 
 
 class Unimplemented(BackendError):
-    """oneDNN has no kernel for these arguments (dnnl_unimplemented). Callers may try other arguments."""
+    """Error for arguments for which oneDNN has no kernel (dnnl_unimplemented). Callers may try others."""
 
 
 def check(status: int, label: str) -> None:
-    """Raise unless oneDNN's status is success.
+    """Raise an error unless oneDNN's status is success.
 
     Raises:
         Unimplemented: the status is dnnl_unimplemented.

@@ -35,7 +35,7 @@ class ReluMask:
 
 
 class GradientMask:
-    """The backward pass of a ReLU after an operator: masks the output's gradient in place, once per backward.
+    """Backward pass of a ReLU after an operator, which masks the output's gradient in place, once per backward.
 
     Both halves of backward read the masked gradient, and either may come first, so each calls `apply`.
     """

@@ -248,8 +248,7 @@ class Machine:
     def rate(self, kind: OperatorClass) -> OperatorRate:
         """Return the rate of a class.
 
-        If the machine has no rate of a class of bfloat16, it is that of float32. For convolutions, the operations per second are
-        doubled.
+        A missing rate of a class of bfloat16 is that of float32, for convolutions with twice the operations per second.
         """
         rate = self.rates.get(kind)
         if rate is not None:

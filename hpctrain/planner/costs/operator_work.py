@@ -54,7 +54,7 @@ def transfer_of(operator: Operator) -> Transfer:
 def move_traffic(operator: Operator, action: Action, *, accumulate: bool = False) -> MoveTraffic:
     """Return the traffic of a move in phase FORWARD, INPUT or RECOMPUTE; zero in all other phases.
 
-    `accumulate` adds the input gradient to an existing one.
+    If `accumulate` is set, the input gradient is added to an existing one.
     """
     item_bytes, share = operator.inputs[0].item_bytes, transfer_of(operator)
     owned, wanted = operator.inputs[0].size, operator.output.size

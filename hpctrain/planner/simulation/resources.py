@@ -197,7 +197,7 @@ class Cores:
         ranks: number of ranks of the node; if each rank has a core to itself, nothing is shared.
 
     Attributes:
-        slice_seconds: mean time until a rank that has yielded its core gets it back; 0 if nothing is shared.
+        slice_seconds: mean time until a rank that has yielded its core receives it again; 0 if nothing is shared.
     """
 
     def __init__(self, loop: EventLoop, count: float, ranks: int) -> None:
