@@ -7,13 +7,12 @@ versions of kernels and NumPy and the number of threads, which are stored in che
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from hpctrain.averaging.base import Strategy
 from hpctrain.averaging.collective_schedule import CollectiveSchedule
 from hpctrain.backend.operators import KernelSet
 from hpctrain.comm.base import Communicator, raise_on_all_ranks
@@ -40,26 +39,19 @@ def agree_schedules(session: Session, setup: TrainingSetup, start: CheckpointCon
         CheckpointError: a schedule cannot be read.
         CollectiveMismatchError: schedules differ between ranks.
     """
-    stored = raise_on_all_ranks(session.world, lambda: _stored(session, setup.replica.strategies, start))
-    with _guarded(session, setup):
-        setup.replica.agree(stored, setup.transport)
 
+    def fitting() -> dict[str, CollectiveSchedule]:
+        texts: Any = {} if start is None else start.meta.get(_META, {})
+        kept = {key: CollectiveSchedule.from_json(text) for key, text in texts.items()}
+        keys = {group: _key(group, session.grid.row) for group in strategies}
+        return {group: kept[key] for group, key in keys.items() if key in kept and strategies[group].accepts(kept[key])}
 
-def _guarded(session: Session, setup: TrainingSetup) -> AbstractContextManager[None]:
-    """Return a guard that ends the job if NCCL's start exceeds the deadline; a null context for other transports."""
-    if setup.transport != "nccl":
-        return nullcontext()
+    strategies = setup.replica.strategies
+    stored = raise_on_all_ranks(session.world, fitting)
     seconds = max(session.config.deadline_seconds, _LEAST_JOIN_SECONDS)
-    return guard("The start of NCCL", seconds, rank=session.world.rank)
-
-
-def _stored(
-    session: Session, strategies: Mapping[str, Strategy], start: CheckpointContent | None
-) -> dict[str, CollectiveSchedule]:
-    """Return the stored schedules that fit, by parameter group. Groups without one are left out."""
-    kept = {} if start is None else _of_checkpoint(start)
-    keys = {group: _key(group, session.grid.row) for group in strategies}
-    return {group: kept[key] for group, key in keys.items() if key in kept and strategies[group].accepts(kept[key])}
+    starts_nccl = setup.transport == "nccl"
+    with guard("The start of NCCL", seconds, rank=session.world.rank) if starts_nccl else nullcontext():
+        setup.replica.agree(stored, setup.transport)
 
 
 def keep_schedules(session: Session, setup: TrainingSetup, directory: RunDirectory) -> dict[str, object]:
@@ -87,11 +79,6 @@ def _key(group: str, split_rank: int) -> str:
     one schedule on all ranks; its name does not depend on the size of split groups, so that a resume with larger ones finds it.
     """
     return group if group == ALL or split_rank == 0 else f"{group}-row{split_rank}"
-
-
-def _of_checkpoint(content: CheckpointContent) -> dict[str, CollectiveSchedule]:
-    texts: Mapping[str, str] = content.meta.get(_META, {})  # type: ignore[assignment]
-    return {key: CollectiveSchedule.from_json(text) for key, text in texts.items()}
 
 
 #: key of the record in a checkpoint's metadata

@@ -1,8 +1,7 @@
 """Replica of a model on one rank: network, averagers and training step, for runs, user programs, tests and benchmarks.
 
-`make_optimizers`, `make_strategies` and `make_averagers` create one object per parameter group. `LoopState` is the state of the
-loop that calls the steps, in the trainer or in a user program: skipped steps, stop requests, and the status of a checkpoint that
-is being written.
+`LoopState` is the state of the loop that calls the steps, in the trainer or in a user program: skipped steps, stop requests, and
+the status of a checkpoint that is being written.
 """
 
 from __future__ import annotations
@@ -150,39 +149,20 @@ class LoopState:
             )
 
 
-def make_optimizers(
-    make: Callable[[], Optimizer] | None, network: Network, progress: ProgressEngine, ema: EmaRule | None
-) -> dict[str, GuardedOptimizer]:
-    """Return one optimiser per parameter group; none if `make` is None.
-
-    Args:
-        make: function that returns an unbound optimiser.
-        ema: rule for an average of the weights, which the optimisers keep; None: no average.
-
-    Raises:
-        BackendError: the optimiser cannot access the arrays of the network, which are in device memory.
-    """
-    if make is None:
-        return {}
-    return {name: GuardedOptimizer(with_ema(usable(make(), network), ema), progress) for name in network.groups}
-
-
 def make_strategies(
-    make: Callable[[PlannedGroup], Strategy] | None,
+    make: Callable[[PlannedGroup], Strategy],
     optimizers: Mapping[str, Optimizer],
     network: Network,
     groups: GridGroups,
     nominal_batch: int | None,
     passes: Passes,
 ) -> dict[str, Strategy]:
-    """Return the strategy of each parameter group that has an optimiser; none if `make` is None.
+    """Return the strategy of each parameter group that has an optimiser.
 
     Raises:
         ConfigError: a strategy does not support the configuration.
         BackendError: a strategy rounds parameters to 16 bits, but the network's arrays are in device memory.
     """
-    if make is None:
-        return {}
     on_host = network.kernels.arithmetic.on_host
     strategies: dict[str, Strategy] = {}
     for name, optimizer in optimizers.items():
@@ -207,58 +187,6 @@ def make_strategies(
                 "set wire_parameters to float32, or backend to onednn or numpy."
             )
     return strategies
-
-
-def make_averagers(
-    network: Network,
-    groups: GridGroups,
-    progress: ProgressEngine,
-    strategies: Mapping[str, Strategy],
-    optimizers: Mapping[str, Optimizer],
-    stored: Mapping[str, CollectiveSchedule],
-    transport: Transport,
-    passes: Passes,
-    *,
-    watched: bool,
-) -> dict[str, GradientAverager]:
-    """Return the averagers of all parameter groups, which have agreed on the operations they post. Collective.
-
-    Args:
-        strategies: strategies by group.
-        optimizers: optimisers of the same groups.
-        stored: schedules of an earlier run, by group; used if they fit.
-        passes: passes of each rank, whose gradients the averagers add up.
-        watched: see `AveragerSetup`.
-
-    Raises:
-        CollectiveMismatchError: the schedules of the ranks differ.
-    """
-    norms = None
-    if MODEL in network.groups and any(optimizer.needs_norms for optimizer in optimizers.values()):
-        norms = JointNorms(groups.norms, progress, tuple(network.groups.values()))
-    shared = None
-    if MODEL in network.groups and strategies:
-        one_of_them = next(iter(strategies.values()))  # the options of all strategies are equal
-        shared = one_of_them.shared(groups.norms, progress, len(strategies))
-    averagers: dict[str, GradientAverager] = {}
-    for name, strategy in strategies.items():
-        group, comm = network.groups[name], groups.gradients[name]
-        gradients = passes.gradients(group, comm)
-        of_group = _transport_of(name, network, transport)
-        setup = AveragerSetup(group, optimizers[name], comm, progress, norms, shared, of_group, gradients, watched)
-        averagers[name] = make_averager(strategy, setup, stored.get(name))
-    return averagers
-
-
-def _transport_of(name: str, network: Network, transport: Transport) -> Transport:
-    """Return the transport of one parameter group. NCCL serves a single group, preferably the one identical on all ranks.
-
-    With two groups there are two queues, and each starts updates and gathers when it sees its sums complete. This moment differs
-    between ranks. The operations of both groups could then be enqueued in a different order on each rank, and the ranks would
-    deadlock.
-    """
-    by_nccl = ALL if ALL in network.groups else MODEL
-    return "staged" if transport == "nccl" and name != by_nccl else transport
 
 
 def usable(optimizer: Optimizer, network: Network) -> Optimizer:
@@ -365,10 +293,15 @@ class Replica:
         self.loop = LoopState(progress.notes) if loop is None else loop
         self.distribution = network.distribution if isinstance(network.distribution, GridDistribution) else None
         self.tiles = None if self.distribution is None else self.distribution.tiles_by_counts(network.graph)
-        self._optimizers = make_optimizers(optimizer if strategy is not None else None, network, progress, ema)
+        self._optimizers: dict[str, GuardedOptimizer] = {}
+        if strategy is not None and optimizer is not None:
+            for name in network.groups:
+                self._optimizers[name] = GuardedOptimizer(with_ema(usable(optimizer(), network), ema), progress)
         self.settings = {name: value for one in self._optimizers.values() for name, value in one.settings().items()}
         self.passes = Passes.of(micro_batches, exact_shards, network, groups)
-        self.strategies = make_strategies(strategy, self._optimizers, network, groups, nominal_batch, self.passes)
+        self.strategies: Mapping[str, Strategy] = {}
+        if strategy is not None:
+            self.strategies = make_strategies(strategy, self._optimizers, network, groups, nominal_batch, self.passes)
         self._checks, self._skips, self._ema = checks, skips, ema
         self._nominal_batch, self._checked = nominal_batch, set[tuple[int, ImageShape | None]]()
         self.watch: WeightWatch | None = None
@@ -394,17 +327,26 @@ class Replica:
             CollectiveMismatchError: the schedules of the ranks differ.
         """
         self._reduction.agree()
-        averagers = self.averagers = make_averagers(
-            self.network,
-            self.groups,
-            self.progress,
-            self.strategies,
-            self._optimizers,
-            stored or {},
-            transport,
-            self.passes,
-            watched=self._checks.every_steps > 0,
-        )
+        network, groups, strategies = self.network, self.groups, self.strategies
+        norms = shared = None
+        if MODEL in network.groups and any(optimizer.needs_norms for optimizer in self._optimizers.values()):
+            norms = JointNorms(groups.norms, self.progress, tuple(network.groups.values()))
+        if MODEL in network.groups and strategies:
+            one_of_them = next(iter(strategies.values()))  # the options of all strategies are equal
+            shared = one_of_them.shared(groups.norms, self.progress, len(strategies))
+        # NCCL serves a single group, preferably the one identical on all ranks. With two groups there are two queues, and each
+        # starts updates and gathers when it sees its sums complete. This moment differs between ranks. The operations of both
+        # groups could then be enqueued in a different order on each rank, and the ranks would deadlock.
+        by_nccl = ALL if ALL in network.groups else MODEL
+        averagers: dict[str, GradientAverager] = {}
+        for name, strategy in strategies.items():
+            group, comm = network.groups[name], groups.gradients[name]
+            gradients, watched = self.passes.gradients(group, comm), self._checks.every_steps > 0
+            of_group: Transport = "staged" if transport == "nccl" and name != by_nccl else transport
+            optimizer = self._optimizers[name]
+            setup = AveragerSetup(group, optimizer, comm, self.progress, norms, shared, of_group, gradients, watched)
+            averagers[name] = make_averager(strategy, setup, (stored or {}).get(name))
+        self.averagers = averagers
         self.network.set_slices(slices_of(averagers))
         if self._ema is not None and averagers:
             self.average = WeightAverage(self.network, averagers, self._ema)
