@@ -62,7 +62,7 @@ from hpctrain.process.start import load_config
 from hpctrain.run.automatic_search import Automatic
 from hpctrain.run.python_job import Job, LoopCheckpoints, Stopped
 from hpctrain.run.result import EpochCallback, EpochValues, TrainingResult, stored_result
-from hpctrain.run.training import RunEnd, run_training
+from hpctrain.run.training import RunEnd, TrainingRequest, run_training
 from hpctrain.training.replica import BETWEEN
 from hpctrain.training.reporting import ProgressStyle
 
@@ -317,16 +317,8 @@ def _trained(
             process.exits.callback(process.ownership.release)  # no other rank writes to the run after an error of this one
         callback = None if on_epoch is None else EpochCallback(session, on_epoch)
         try:
-            end = run_training(
-                session,
-                watch,
-                resume=resume,
-                steps=steps,
-                style=style,
-                ownership=process.ownership,
-                end_after=callback,
-                in_program=True,
-            )
+            asked = TrainingRequest(resume, steps, style, end_after=callback, in_program=True)
+            end = run_training(session, watch, asked, process.ownership)
         except (DivergedError, CorruptedStateError):  # all ranks raise them in the same step, with messages in flight
             session.progress.drain()
             raise

@@ -116,17 +116,9 @@ def train(
             run_compute_only(session, steps or COMPUTE_ONLY_STEPS, style)
         else:
             session = job.session(partial(load_config, file, overrides), trains=True, resume=resume)
-            from hpctrain.run.training import run_training
+            from hpctrain.run.training import TrainingRequest, run_training
 
-            end = run_training(
-                session,
-                watch,
-                resume=resume,
-                steps=steps,
-                style=style,
-                ownership=job.ownership,
-                trial=smoke,
-            )
+            end = run_training(session, watch, TrainingRequest(resume, steps, style, trial=smoke), job.ownership)
             stopped = end.reason is not None
         job.finish()
     if smoke and not stopped and job.rank() == 0:  # no rank writes to the directory any more

@@ -1,4 +1,4 @@
-"""Construction of a run's objects from its configuration: open sections, weights, data, replica, schedule, trainer.
+"""Construction of a run's objects from its configuration: open sections, weights, data, replica, schedule.
 
 Only this module depends on all of them. Sections that a configuration leaves open are decided on rank 0 before the grid is made,
 sent to all ranks, and stored. A run that resumes from a checkpoint on the same number of ranks keeps the stored choice, because
@@ -30,11 +30,10 @@ from hpctrain.backend.choice import Backend
 from hpctrain.comm.base import Communicator, Subject, compare, raise_on_all_ranks
 from hpctrain.comm.transports import Transport
 from hpctrain.config.schema import Config, Split
-from hpctrain.core.errors import CheckpointError, DataError, DivergedError
+from hpctrain.core.errors import CheckpointError, DataError
 from hpctrain.core.text import counted
 from hpctrain.data.image_file import DataFacts, ImageFile, differences
 from hpctrain.data.loader import Loader
-from hpctrain.data.pipeline import ImageSizes
 from hpctrain.job.automatic_choice import Resolved
 from hpctrain.job.session import Session, StartedRank
 from hpctrain.models.state_dict import INIT_HINT, StateEntry, check_file_fits, check_finite, declared_state
@@ -42,7 +41,6 @@ from hpctrain.nn.layers import join
 from hpctrain.nn.network import Network
 from hpctrain.nn.whitening import whitened_convolution, whitening_filters
 from hpctrain.optim.ema import EmaRule
-from hpctrain.optim.schedules import LearningRateSchedule
 from hpctrain.parallel.rank_graph import make_network
 from hpctrain.run.data_cache import DataCache, add_caches
 from hpctrain.run.images import make_loader, open_alike
@@ -50,13 +48,9 @@ from hpctrain.run.messages import choose_transport
 from hpctrain.runs.directory import RunDirectory
 from hpctrain.storage import weights_file
 from hpctrain.storage.atomic_write import write_json
-from hpctrain.training.accounts import ImageSizeReport, Observer
-from hpctrain.training.metrics import Reporter
 from hpctrain.training.passes import check_memory
 from hpctrain.training.replica import LoopState, Replica
-from hpctrain.training.snapshot import Position
-from hpctrain.training.stopping import EarlyStop, TimeLimit
-from hpctrain.training.trainer import Cadence, Trainer
+from hpctrain.training.trainer import TrainingObjects
 from hpctrain.training.weight_watch import CheckCadence
 
 
@@ -198,36 +192,29 @@ def describe_frozen(network: Network) -> str | None:
     return f"{counted(len(network.frozen), 'layer')} frozen: {trained:,} parameters are trained"
 
 
-@dataclass(frozen=True)
-class TrainingSetup:
+@dataclass(frozen=True, kw_only=True)
+class TrainingSetup(TrainingObjects):
     """Replica and data of a rank, before there is a run directory.
 
     Attributes:
         data: facts about the training file that checkpoints store.
-        evaluation_loader: loader of the set that evaluations during training use; None: there is none.
-        test_loader: loader of a test set that is evaluated only at the end of training; None: there is none.
         notes: remarks on the data for the user, one sentence each.
-        sizes: sizes of training images by epoch; None: they have one size.
         cache: cache levels between loaders and files.
         transport: transport of arrays in device memory.
     """
 
-    backend: Backend
-    replica: Replica
     loader: Loader
-    evaluation_loader: Loader | None
-    test_loader: Loader | None
-    schedule: LearningRateSchedule
+    evaluated: Mapping[str, Loader]
+    backend: Backend
     data: DataFacts
     notes: tuple[str, ...]
-    sizes: ImageSizes | None = None
     cache: DataCache | None = None
     transport: Transport = "staged"
 
     @property
     def loaders(self) -> tuple[Loader, ...]:
         """All loaders, that of the training samples first."""
-        return tuple(loader for loader in (self.loader, self.evaluation_loader, self.test_loader) if loader is not None)
+        return (self.loader, *self.evaluated.values())
 
     @property
     def files(self) -> tuple[ImageFile, ...]:
@@ -284,16 +271,24 @@ def _build(session: Session, opened: Mapping[Split, ImageFile], known: DataFacts
         class_weights=weights,
     )
     batch = config.evaluate.batch or config.batch
-    loaders = [
-        make_loader(session, images, replica.tiles, batch=batch, shuffle=False, kernels=kernels, shards=shards)
-        for images in evaluated.values()
-    ]
-    evaluation_loader, test_loader, *_ = (*loaders, None, None)
+    loaders: dict[str, Loader] = {
+        split: make_loader(session, images, replica.tiles, batch=batch, shuffle=False, kernels=kernels, shards=shards)
+        for split, images in evaluated.items()
+    }
     schedule = recipe.schedule(len(train))
     single = check_single_values(recipe)
     remarks = [note for images in evaluated.values() for note in images.notes]
     notes = (*train.notes, *remarks, *((single,) if single else ()))
-    return TrainingSetup(backend, replica, loader, evaluation_loader, test_loader, schedule, data, notes, train.sizes)
+    return TrainingSetup(
+        replica=replica,
+        loader=loader,
+        evaluated=loaders,
+        schedule=schedule,
+        sizes=train.sizes,
+        backend=backend,
+        data=data,
+        notes=notes,
+    )
 
 
 def class_weights(config: Config, labels: np.ndarray, names: Sequence[str]) -> tuple[float, ...]:
@@ -373,45 +368,3 @@ def make_replica(
             f"set model.classes to {facts.classes}, or use other data."
         )
     return replica
-
-
-def build_trainer(
-    session: Session,
-    setup: TrainingSetup,
-    reporter: Reporter,
-    save: Callable[[Position], None],
-    *,
-    steps: int = 0,
-    go_back: Callable[[DivergedError, Position], Position] | None = None,
-    stop_requested: Callable[[], bool] = lambda: False,
-    limit: TimeLimit | None = None,
-    observers: Sequence[Observer] = (),
-    end_after: Callable[[Mapping[str, Any]], bool] | None = None,
-) -> Trainer:
-    """Return the loop that trains the replica of `setup` on its data. Other arguments are those of `Trainer`."""
-    config = session.config
-    stop = config.early_stop
-    sizes = [] if setup.sizes is None else [ImageSizeReport(setup.sizes, reporter)]
-    return Trainer(
-        replica=setup.replica,
-        loader=setup.loader,
-        evaluation_loader=setup.evaluation_loader,
-        evaluated=config.data.evaluated or "test",
-        test_loader=setup.test_loader,
-        schedule=setup.schedule,
-        cadence=Cadence(
-            epochs=config.epochs,
-            evaluate_epochs=config.evaluate.every_epochs,
-            checkpoint_epochs=config.checkpoint.every_epochs,
-            checkpoint_steps=config.checkpoint.every_steps,
-            steps=steps,
-        ),
-        reporter=reporter,
-        save=save,
-        go_back=go_back,
-        stop_requested=stop_requested,
-        limit=limit,
-        early_stop=None if stop.patience is None else EarlyStop(stop.metric, stop.patience, min_delta=stop.min_delta),
-        observers=(*sizes, *observers),
-        end_after=end_after,
-    )

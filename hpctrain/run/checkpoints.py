@@ -364,6 +364,7 @@ class RunCheckpoints(Observer):
     def _meta(self, position: Position) -> dict[str, Any]:
         """Return the metadata of a checkpoint. Collective."""
         session, setup = self._session, self._setup
+        evaluated = next(iter(setup.evaluated.values()), None)
         meta: dict[str, Any] = {
             "epoch": position.epoch,
             "samples": position.samples,
@@ -371,9 +372,7 @@ class RunCheckpoints(Observer):
             "seed": session.config.seed,
             "config": dump(session.config),
             "data": setup.data.to_meta(),
-            **(
-                {} if setup.evaluation_loader is None else {EVALUATION_IMAGES: asdict(ImageForm.of(setup.evaluation_loader.file))}
-            ),
+            **({} if evaluated is None else {EVALUATION_IMAGES: asdict(ImageForm.of(evaluated.file))}),
             "ranks": session.world.size,
             "grid": describe(session.recipe.plan),
             **reproducibility.keep_schedules(session, setup, self._directory),

@@ -42,7 +42,7 @@ from hpctrain.launch.scheduler import SLURM_END, age_seconds, slurm_seconds_left
 from hpctrain.launch.signals import SignalWatch
 from hpctrain.run import accounts, reproducibility
 from hpctrain.run.accounts import DataAccount, ReadReport, RunHashes
-from hpctrain.run.build import TrainingSetup, build, build_trainer, describe_frozen, keep_choice, start_from_weights
+from hpctrain.run.build import TrainingSetup, build, describe_frozen, keep_choice, start_from_weights
 from hpctrain.run.checkpoints import RunCheckpoints, rollback
 from hpctrain.run.messages import set_progress
 from hpctrain.run.result import EpochCallback
@@ -56,7 +56,7 @@ from hpctrain.training.reporters import make_reporter
 from hpctrain.training.reporting import ConsoleReporter, LogReporter, ProgressStyle
 from hpctrain.training.snapshot import Position
 from hpctrain.training.stopping import TimeLimit
-from hpctrain.training.trainer import Outcome, Trainer
+from hpctrain.training.trainer import Cadence, Outcome, Trainer
 
 if TYPE_CHECKING:
     from hpctrain.run.trace_report import TraceReport
@@ -162,49 +162,22 @@ def kept_clause(directory: RunDirectory) -> str:
     return f"; the newest one on the disk is {written[-1][1]}" if written else "; there is none of this run on the disk"
 
 
-def run_training(
-    session: Session,
-    watch: SignalWatch,
-    *,
-    resume: str | None,
-    steps: int = 0,
-    style: ProgressStyle | None = None,
-    ownership: RunOwnership | None = None,
-    end_after: EpochCallback | None = None,
-    in_program: bool = False,
-    trial: bool = False,
-) -> RunEnd:
-    """Train; print the last accuracies and the path of the run's files. Collective.
+@dataclass(frozen=True)
+class TrainingRequest:
+    """What the user of a training has asked for, in addition to its configuration.
 
-    From the search for a checkpoint or the creation of the run until this call returns, this job owns the run, by an ownership
-    that rank 0 holds. No other job writes to the run meanwhile.
-
-    Args:
-        watch: watch of signals, which end the run early.
+    Attributes:
         resume: source of the checkpoint, see `find_start`; None: start a new run.
         steps: number of steps to train; 0: no limit.
         style: display of the progress, see `ConsoleReporter`; "none" prints only warnings and errors.
-        ownership: ownership with which this job takes the run. None: this call creates one.
         end_after: callback of the program, called after each epoch on all ranks; None: there is none.
         in_program: whether a Python program is the caller. Lines on how to resume then name arguments instead of options.
         trial: whether the caller deletes the run directory if the run succeeds. The end of the run then names none of its files.
-
-    Raises:
-        CollectiveMismatchError: ranks have entered different phases.
     """
-    ownership = RunOwnership() if ownership is None else ownership
-    with ownership.held():
-        request = _Request(resume, steps, style, end_after, in_program, trial)
-        return _run_phases(session, watch, ownership, request)
 
-
-@dataclass(frozen=True)
-class _Request:
-    """Arguments of `run_training` that the user chose."""
-
-    resume: str | None
-    steps: int
-    style: ProgressStyle | None
+    resume: str | None = None
+    steps: int = 0
+    style: ProgressStyle | None = None
     end_after: EpochCallback | None = None
     in_program: bool = False
     trial: bool = False
@@ -254,94 +227,110 @@ def enter(session: Session, phase: RunPhase) -> None:
         raise CollectiveMismatchError(sentence, ranks=ranks).of_all_ranks()
 
 
-def _run_phases(session: Session, watch: SignalWatch, ownership: RunOwnership, asked: _Request) -> RunEnd:
-    """Run all collective phases of a training in order, while this job owns the run."""
-    enter(session, RunPhase.START)
-    limit = raise_on_all_ranks(session.world, lambda: max_time(session.config.max_time, in_program=asked.in_program))
-    start = None
-    if asked.resume is not None:
-        enter(session, RunPhase.FIND)
-        start = find_start(session, asked.resume, ownership)
-    enter(session, RunPhase.BUILD)
-    setup = build(session, None if start is None else start.data, stop_requested=watch.asked)
-    if start is None:  # a checkpoint contains the weights
-        enter(session, RunPhase.WEIGHTS)
-        setup = replace(setup, notes=(*setup.notes, *start_from_weights(session, setup)))
-    enter(session, RunPhase.AGREE)
-    reproducibility.agree_record(session, setup, start)
-    reproducibility.agree_schedules(session, setup, None if start is None else start.content)
-    if start is not None:
-        enter(session, RunPhase.LOAD)
-        raise_on_all_ranks(session.world, partial(setup.replica.load, start.content))
-        start = start.without_tensors()
-    enter(session, RunPhase.OPEN)
-    position = Position() if start is None else start.position
-    directory = _directory(session, setup, start, ownership)
-    begun = position.global_step  # training moves the position on
-    reporter = _reporter(session, directory, asked.style, begun)
-    try:
-        enter(session, RunPhase.INTRODUCE)
-        _introduce(session, setup, reporter, limit.sentence)
-        _introduce_start(session, setup, reporter, start, asked, directory)
-        watch.keeps(partial(kept_clause, directory))
-        flight_records.keep(session, directory, reporter)
-        enter(session, RunPhase.MEASURE)
-        run_accounts = _begin_accounts(session, setup, directory, reporter)
-        enter(session, RunPhase.TAKE_UP)
-        checkpoints = RunCheckpoints(session, setup, directory, reporter)
-        checkpoints.take_up(start)
-        setup.replica.loop.writes_with(checkpoints.saver)
-        trainer = build_trainer(
-            session,
-            setup,
-            reporter,
-            checkpoints.save,
-            steps=asked.steps,
-            go_back=rollback(session, setup, directory, reporter, checkpoints, start),
-            stop_requested=watch.asked,
-            limit=limit.limit,
-            observers=(checkpoints, *run_accounts.records, run_accounts.steps),
-            end_after=asked.end_after,
-        )
-        outcome = _train(session, setup, trainer, checkpoints, position)
-        enter(session, RunPhase.REPORT)
-        run_accounts.finish(outcome, begun)
-        reason = _stop(session, watch, limit.reason, asked, outcome, reporter)
-    finally:
-        session.progress.stop_thread()
-        reporter.close()
-    return _end(session, asked, RunEnd(directory, outcome, reason), checkpoints)
+def run_training(session: Session, watch: SignalWatch, asked: TrainingRequest, ownership: RunOwnership | None = None) -> RunEnd:
+    """Train; print the last accuracies and the path of the run's files. Collective.
+
+    The phases are in this order on all ranks. From the search for a checkpoint or the creation of the run until this call
+    returns, this job owns the run, by an ownership that rank 0 holds. No other job writes to the run meanwhile.
+
+    Args:
+        watch: watch of signals, which end the run early.
+        ownership: ownership with which this job takes the run. None: this call creates one.
+
+    Raises:
+        CollectiveMismatchError: ranks have entered different phases.
+    """
+    ownership = RunOwnership() if ownership is None else ownership
+    with ownership.held():
+        enter(session, RunPhase.START)
+        limit = raise_on_all_ranks(session.world, lambda: max_time(session.config.max_time, in_program=asked.in_program))
+        start = None
+        if asked.resume is not None:
+            enter(session, RunPhase.FIND)
+            start = find_start(session, asked.resume, ownership)
+        enter(session, RunPhase.BUILD)
+        setup = build(session, None if start is None else start.data, stop_requested=watch.asked)
+        if start is None:  # a checkpoint contains the weights
+            enter(session, RunPhase.WEIGHTS)
+            setup = replace(setup, notes=(*setup.notes, *start_from_weights(session, setup)))
+        enter(session, RunPhase.AGREE)
+        reproducibility.agree_record(session, setup, start)
+        reproducibility.agree_schedules(session, setup, None if start is None else start.content)
+        if start is not None:
+            enter(session, RunPhase.LOAD)
+            raise_on_all_ranks(session.world, partial(setup.replica.load, start.content))
+            start = start.without_tensors()
+        enter(session, RunPhase.OPEN)
+        position = Position() if start is None else start.position
+        if start is None or start.directory is None:
+            directory = _new_directory(session, setup, ownership)
+        else:
+            directory = _continued_directory(session, setup, start, start.directory, ownership)
+        reporter = _reporter(session, directory, asked.style, position.global_step)
+        try:
+            enter(session, RunPhase.INTRODUCE)
+            _introduce(session, setup, reporter, limit.sentence)
+            _introduce_start(session, setup, reporter, start, asked.resume)
+            reporter.say(f"run directory {directory.path}{', which is deleted if the trial succeeds' if asked.trial else ''}")
+            watch.keeps(partial(kept_clause, directory))
+            flight_records.keep(session, directory, reporter)
+            enter(session, RunPhase.MEASURE)
+            run_accounts = _begin_accounts(session, setup, directory, reporter, position.global_step)
+            enter(session, RunPhase.TAKE_UP)
+            checkpoints = RunCheckpoints(session, setup, directory, reporter)
+            checkpoints.take_up(start)
+            setup.replica.loop.writes_with(checkpoints.saver)
+            trainer = Trainer(
+                setup,
+                Cadence.of(session.config, asked.steps),
+                reporter,
+                checkpoints.save,
+                go_back=rollback(session, setup, directory, reporter, checkpoints, start),
+                stop_requested=watch.asked,
+                limit=limit.limit,
+                observers=(checkpoints, *run_accounts.records, run_accounts.steps),
+                end_after=asked.end_after,
+            )
+            outcome = _train(session, setup, trainer, checkpoints, position)
+            enter(session, RunPhase.REPORT)
+            run_accounts.finish(outcome)
+            reason = _stop(session, watch, limit.reason, asked, outcome, reporter)
+        finally:
+            session.progress.stop_thread()
+            reporter.close()
+        return _end(session, asked, RunEnd(directory, outcome, reason), checkpoints)
 
 
 @dataclass(frozen=True)
 class _Accounts:
-    """Accounts and trace of a run, recorded during training and reported at its end."""
+    """Accounts and trace of a run, recorded during training and reported at its end.
+
+    Attributes:
+        begun: global step at the start.
+    """
 
     session: Session
     setup: TrainingSetup
     directory: RunDirectory
     reporter: Reporter
+    begun: int
     steps: StepTimes
     trace: TraceReport | None
     records: tuple[DataAccount, ReadReport, RunHashes]
 
-    def finish(self, outcome: Outcome, begun: int) -> None:
-        """Write the trace of a traced run; report and record all accounts. Collective.
-
-        Args:
-            begun: global step at the start.
-        """
+    def finish(self, outcome: Outcome) -> None:
+        """Write the trace of a traced run; report and record all accounts. Collective."""
         if self.trace is not None:
             for line in self.trace.finish(self.directory.path, _about(self.session, self.setup), self.reporter.width):
                 self.reporter.say(line)
-        steps = begun, outcome.position.global_step
+        steps = self.begun, outcome.position.global_step
         accounts.finish_steps(self.session, self.steps, self.reporter, steps[1])
         accounts.finish_memory(self.session.world, self.setup.backend, self.reporter, steps)
         for record in self.records:
             record.finish(outcome.position)
 
 
-def _begin_accounts(session: Session, setup: TrainingSetup, directory: RunDirectory, reporter: Reporter) -> _Accounts:
+def _begin_accounts(session: Session, setup: TrainingSetup, directory: RunDirectory, reporter: Reporter, begun: int) -> _Accounts:
     """Choose the progress mode, and create the accounts and the trace report. Collective."""
     reproducibility.keep_schedules(session, setup, directory)
     mode = set_progress(session, setup.replica.network, session.config.progress)
@@ -355,7 +344,7 @@ def _begin_accounts(session: Session, setup: TrainingSetup, directory: RunDirect
         trace = TraceReport(session.world, session.progress, session.progress.trace)
     hashes = RunHashes(session, setup.replica, directory)
     records = DataAccount(session, reporter), ReadReport(session, setup, reporter), hashes
-    return _Accounts(session, setup, directory, reporter, steps, trace, records)
+    return _Accounts(session, setup, directory, reporter, begun, steps, trace, records)
 
 
 def _train(session: Session, setup: TrainingSetup, trainer: Trainer, checkpoints: RunCheckpoints, position: Position) -> Outcome:
@@ -407,7 +396,7 @@ def run_compute_only(session: Session, steps: int, style: ProgressStyle | None =
         reporter.say(f"run directory {directory.path}")
         about = _about(alone, setup)
         trace_report = TraceReport(alone.world, alone.progress, trace)
-        trainer = build_trainer(alone, setup, reporter, lambda at: None, steps=steps)
+        trainer = Trainer(setup, Cadence.of(alone.config, steps), reporter, lambda at: None)
         trainer.run(Position())
         lines = trace_report.finish(directory.path, about, reporter.width)
         table = trace_report.table
@@ -442,17 +431,17 @@ def _new_directory(session: Session, setup: TrainingSetup, ownership: RunOwnersh
     return replace(directory, ownership=ownership.claim)
 
 
-def _directory(session: Session, setup: TrainingSetup, start: Start | None, ownership: RunOwnership) -> RunDirectory:
-    """Return the run's directory, with the current configuration. Collective.
+def _continued_directory(
+    session: Session, setup: TrainingSetup, start: Start, directory: RunDirectory, ownership: RunOwnership
+) -> RunDirectory:
+    """Return the directory of a resumed run, with the current configuration. Collective.
 
     Rank 0 removes the metrics of steps after `start`, and sets their checkpoints aside.
     """
-    if start is None or start.directory is None:
-        return _new_directory(session, setup, ownership)
-    ownership.take(session, start.directory.path)
-    directory = replace(start.directory, ownership=ownership.claim)
+    ownership.take(session, directory.path)
+    directory = replace(directory, ownership=ownership.claim)
     position = start.position
-    evaluates = position.epoch >= session.config.epochs and setup.evaluation_loader is not None
+    evaluates = position.epoch >= session.config.epochs and bool(setup.evaluated)
 
     def cut() -> None:
         if session.is_root:
@@ -517,21 +506,18 @@ def _introduce(session: Session, setup: TrainingSetup, reporter: Reporter, limit
         (reporter.warn if note.startswith(WARNING) else reporter.say)(note)
 
 
-def _introduce_start(
-    session: Session, setup: TrainingSetup, reporter: Reporter, start: Start | None, asked: _Request, directory: RunDirectory
-) -> None:
-    """Report the position of a resume, initial weights, and the path of the run directory."""
+def _introduce_start(session: Session, setup: TrainingSetup, reporter: Reporter, start: Start | None, resume: str | None) -> None:
+    """Report the position of a resume, or initial weights."""
     config = session.config
     if start is not None:
         introduce(start, config, setup.loader.sampler.samples, reporter)
-    elif asked.resume is not None:
+    elif resume is not None:
         reporter.say(f"nothing to resume: no run named {config.name} in {Path(config.output).absolute()} has a checkpoint yet")
     if start is None and config.init.whiten is not None:
         reporter.say(f"filters of {config.init.whiten} whiten patches of training images")
     if start is None and config.init.weights is not None:
         left_out = f", without {', '.join(config.init.ignore)}" if config.init.ignore else ""
         reporter.say(f"weights of {config.init.weights}{left_out}")
-    reporter.say(f"run directory {directory.path}{', which is deleted if the trial succeeds' if asked.trial else ''}")
 
 
 def _about(session: Session, setup: TrainingSetup) -> dict[str, object]:
@@ -549,7 +535,7 @@ def _about(session: Session, setup: TrainingSetup) -> dict[str, object]:
 
 
 def _stop(
-    session: Session, watch: SignalWatch, limit: str | None, asked: _Request, outcome: Outcome, reporter: Reporter
+    session: Session, watch: SignalWatch, limit: str | None, asked: TrainingRequest, outcome: Outcome, reporter: Reporter
 ) -> StopReason | None:
     """Return the signal or limit that ended the run, if any; record the position of an early end and its reason. Collective."""
     if not outcome.stopped:
@@ -561,7 +547,7 @@ def _stop(
     return reason
 
 
-def _end(session: Session, asked: _Request, end: RunEnd, checkpoints: RunCheckpoints) -> RunEnd:
+def _end(session: Session, asked: TrainingRequest, end: RunEnd, checkpoints: RunCheckpoints) -> RunEnd:
     """End the run on all ranks, print how it ended on rank 0 unless the style is "none", and return the end. Collective."""
     enter(session, RunPhase.END)
     if session.is_root and asked.style != "none":
@@ -572,7 +558,7 @@ def _end(session: Session, asked: _Request, end: RunEnd, checkpoints: RunCheckpo
     return end
 
 
-def _end_lines(asked: _Request, end: RunEnd, config: Config, checkpoints: RunCheckpoints) -> Iterator[str]:
+def _end_lines(asked: TrainingRequest, end: RunEnd, config: Config, checkpoints: RunCheckpoints) -> Iterator[str]:
     """Yield the lines on how the run ended, with its last accuracies and its best checkpoint."""
     directory, outcome, continuation = end.directory, end.outcome, asked.continuation(end.directory.path)
     epochs = config.epochs
@@ -606,7 +592,7 @@ def _accuracy(label: str, sums: RunningSums) -> Iterator[str]:
         yield f"{label} of the averaged weights: {means['ema_top1']:.2%} (loss {loss_text(means['ema_loss'])})"
 
 
-def _steps_reached(outcome: Outcome, epochs: int, asked: _Request, directory: Path, written: Path) -> Iterator[str]:
+def _steps_reached(outcome: Outcome, epochs: int, asked: TrainingRequest, directory: Path, written: Path) -> Iterator[str]:
     """Yield lines on a run that ended after the requested number of steps, on a missing evaluation, and on how to resume it."""
     position = outcome.position
     where = f"after step {position.global_step}, in epoch {min(position.epoch + 1, epochs)} of {epochs}"

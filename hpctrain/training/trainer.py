@@ -3,21 +3,43 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from hpctrain.config.schema import Config
 from hpctrain.core.errors import DivergedError
 from hpctrain.core.text import loss_text
 from hpctrain.data.loader import Batch, BatchSource
+from hpctrain.data.pipeline import ImageSizes
 from hpctrain.flight.recorder import RunPhase
 from hpctrain.optim.schedules import LearningRateSchedule
 from hpctrain.trace.tracer import Category
-from hpctrain.training.accounts import Observer, StepTrace
+from hpctrain.training.accounts import ImageSizeReport, Observer, StepTrace
 from hpctrain.training.metrics import Rate, Reporter, RunningSums, epoch_values
 from hpctrain.training.replica import Replica
 from hpctrain.training.snapshot import Position
 from hpctrain.training.stopping import EarlyStop, TimeLimit
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingObjects:
+    """Objects of a rank that a training uses.
+
+    Attributes:
+        replica: replica to train.
+        loader: this rank's share of the training samples.
+        evaluated: this rank's share of each evaluated set, by the set's name for records and messages. The first set is evaluated
+            during training, the second one, a test set, only at the end.
+        schedule: learning rate as a function of steps of the configured batch.
+        sizes: sizes of training images by epoch; None: they have one size.
+    """
+
+    replica: Replica
+    loader: BatchSource
+    evaluated: Mapping[str, BatchSource]
+    schedule: LearningRateSchedule
+    sizes: ImageSizes | None = None
 
 
 @dataclass(frozen=True)
@@ -29,6 +51,7 @@ class Cadence:
         checkpoint_epochs: epochs between checkpoints.
         checkpoint_steps: steps between checkpoints.
         steps: number of steps after which this run stops, for tests and trials; 0: no limit.
+        early_stop: rule that ends the training early; None: there is none.
     """
 
     epochs: int
@@ -36,6 +59,20 @@ class Cadence:
     checkpoint_epochs: int = 1
     checkpoint_steps: int = 0
     steps: int = 0
+    early_stop: EarlyStop | None = None
+
+    @classmethod
+    def of(cls, config: Config, steps: int = 0) -> Cadence:
+        """Return the cadence of a configuration."""
+        stop = config.early_stop
+        return cls(
+            epochs=config.epochs,
+            evaluate_epochs=config.evaluate.every_epochs,
+            checkpoint_epochs=config.checkpoint.every_epochs,
+            checkpoint_steps=config.checkpoint.every_steps,
+            steps=steps,
+            early_stop=None if stop.patience is None else EarlyStop(stop.metric, stop.patience, min_delta=stop.min_delta),
+        )
 
 
 @dataclass
@@ -63,16 +100,11 @@ class Trainer:
     """Training loop of this rank. Every public method is collective.
 
     Args:
-        replica: replica to train; its averagers have agreed.
-        evaluation_loader: this rank's share of the set that is evaluated during training; None: there is none.
-        evaluated: name of this set, "validation" or "test", for records and messages.
-        test_loader: this rank's share of a test set that is evaluated only at the end; None: there is none.
-        schedule: learning rate as a function of steps of the configured batch.
+        objects: objects of this rank; the averagers of the replica have agreed.
         save: function that writes a checkpoint at a position, after a drain.
         go_back: function from an error and the position where it was raised to the position from which training continues; it
             restores the state of that position, or raises. None: an error ends the training.
         stop_requested: function that returns whether this rank was asked to stop.
-        early_stop: rule that ends the training early; None: there is none.
         observers: observers, called in this order; the same on every rank.
         end_after: function that receives the values of an epoch (see `epoch_values`) and returns whether to end the training,
             called after the evaluation and checkpoint of each epoch. Collective, with the same result on every rank. None: there
@@ -81,32 +113,28 @@ class Trainer:
 
     def __init__(
         self,
-        *,
-        replica: Replica,
-        loader: BatchSource,
-        evaluation_loader: BatchSource | None,
-        schedule: LearningRateSchedule,
+        objects: TrainingObjects,
         cadence: Cadence,
         reporter: Reporter,
         save: Callable[[Position], None],
+        *,
         go_back: Callable[[DivergedError, Position], Position] | None = None,
         stop_requested: Callable[[], bool] = lambda: False,
         limit: TimeLimit | None = None,
-        early_stop: EarlyStop | None = None,
         observers: Sequence[Observer] = (),
-        evaluated: str = "test",
-        test_loader: BatchSource | None = None,
         end_after: Callable[[Mapping[str, Any]], bool] | None = None,
     ) -> None:
-        self._replica, self._loader = replica, loader
-        self._evaluation_loader, self._evaluated, self._test_loader = evaluation_loader, evaluated, test_loader
-        self._schedule, self._cadence = schedule, cadence
+        replica = self._replica = objects.replica
+        self._loader, self._schedule = objects.loader, objects.schedule
+        sets = [*objects.evaluated.items(), ("test", None), ("test", None)]
+        (self._evaluated, self._evaluation_loader), (_, self._test_loader) = sets[:2]
+        self._cadence, self._early_stop = cadence, cadence.early_stop
         self._reporter, self._save, self._stop_requested = reporter, save, stop_requested
         self._limit = TimeLimit() if limit is None else limit
-        self._go_back, self._early_stop = go_back, early_stop
-        self._end_after, self._ends = end_after, False
+        self._go_back, self._end_after, self._ends = go_back, end_after, False
         self._notes, self._trace = replica.progress.notes, replica.progress.trace
-        self._observers = [*observers, *([] if self._trace is None else [StepTrace(self._trace)])]
+        self._observers = [] if objects.sizes is None else [ImageSizeReport(objects.sizes, reporter)]
+        self._observers += [*observers, *([] if self._trace is None else [StepTrace(self._trace)])]
         self._state = replica.loop
         self._rate = Rate()
         self._saved_step = -1
@@ -220,7 +248,13 @@ class Trainer:
             observer.before_epoch(position)
         batches = self._loader.epoch(position.epoch, position.samples)
         try:
-            while not self._state.stop_requested and (batch := self._next_batch(batches)) is not None:
+            while not self._state.stop_requested:
+                self._notes.phase("data loading")
+                for observer in self._observers:
+                    observer.before_batch()
+                batch = next(batches, None)
+                if batch is None:
+                    break
                 self._state.begin(position.epoch, position.global_step)
                 usual = self._run_step(batch, position)
                 for observer in self._observers:
@@ -229,13 +263,6 @@ class Trainer:
             batches.close()
         self._settle(position)
         return self._state.stop_requested
-
-    def _next_batch(self, batches: Generator[Batch, None, None]) -> Batch | None:
-        """Return the next batch; None after the last batch of the epoch."""
-        self._notes.phase("data loading")
-        for observer in self._observers:
-            observer.before_batch()
-        return next(batches, None)
 
     def _run_step(self, batch: Batch, position: Position) -> bool:
         """Do one step, advance the position, and do what is due after it.

@@ -39,7 +39,7 @@ from hpctrain.parallel.groups import GridGroups
 from hpctrain.planner import planned_run
 from hpctrain.planner.program.group_schedules import group_schedules
 from hpctrain.run import reproducibility, trace_report
-from hpctrain.run.build import build, build_trainer
+from hpctrain.run.build import build
 from hpctrain.run.python_job import Stopped
 from hpctrain.run.training import max_time
 from hpctrain.runs.directory import FLIGHT_POINTER, RunDirectory, flight_directory
@@ -48,6 +48,7 @@ from hpctrain.storage.checkpoint import CheckpointContent
 from hpctrain.storage.weights_file import WeightsFile
 from hpctrain.training.metrics import Reporter
 from hpctrain.training.snapshot import Position
+from hpctrain.training.trainer import Cadence, Trainer
 from hpctrain_testing import faults
 from hpctrain_testing.faults import Fault, run_fault
 from hpctrain_testing.run import patched_program
@@ -216,7 +217,7 @@ def _train(
         parts = build(session)
         reproducibility.agree_schedules(session, parts, start)
         position = Position() if start is None else parts.replica.load(start)
-        trainer = build_trainer(session, parts, Reporter(), lambda at: None, steps=steps)
+        trainer = Trainer(parts, Cadence.of(config, steps), Reporter(), lambda at: None)
         outcome = trainer.run(position)
         parts.replica.drain()
         meta = reproducibility.keep_schedules(session, parts, RunDirectory(file.parent))
@@ -285,7 +286,7 @@ def test_each_rank_exchanges_what_the_plan_says(file: Path, fc_exchange: str) ->
         parts = build(session)
         reproducibility.agree_schedules(session, parts)
         before = counters.snapshot()
-        trainer = build_trainer(session, parts, Reporter(), lambda at: None, steps=1)
+        trainer = Trainer(parts, Cadence.of(config, 1), Reporter(), lambda at: None)
         trainer.run(Position())
         parts.replica.drain()
         counted = counters.since(before)

@@ -62,7 +62,7 @@ def train(file: Path, recorders: Sequence[FlightRecorder], resume: str | None = 
         engine = virtual_engine(comm, flight=recorders[comm.rank])
         threads, resolved = ThreadPlan(1, 1, "a test"), Resolved(Recipe.of(config))
         session = Session(detect({}), threads, comm, grid, GridGroups(grid), engine, resolved, {})
-        training.run_training(session, SignalWatch(), resume=resume, style="none")
+        training.run_training(session, SignalWatch(), training.TrainingRequest(resume, style="none"))
 
     run_virtual(len(recorders), program, deadline_seconds=60)
 

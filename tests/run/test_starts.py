@@ -51,7 +51,7 @@ from hpctrain.run.evaluation import PredictionRequest, judge, run_evaluation, ru
 from hpctrain.run.images import open_alike
 from hpctrain.run.python_job import Job, LoopCheckpoints
 from hpctrain.run.resume import find_checkpoint, read_together
-from hpctrain.run.training import run_training
+from hpctrain.run.training import TrainingRequest, run_training
 from hpctrain.runs.directory import latest
 from hpctrain.storage import checkpoint
 from hpctrain.training.replica import Replica
@@ -271,9 +271,9 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 #: what reads a data file: the key of the configuration that names it, and what is done with a session and the rank's file
 SECTIONS: dict[str, tuple[str, Callable[[Session, Path], object]]] = {
-    "train": ("data.train", lambda session, _: run_training(session, SignalWatch(), resume=None, style="none")),
-    "test": ("data.test", lambda session, _: run_training(session, SignalWatch(), resume=None, style="none")),
-    "resume": ("data.train", lambda session, _: run_training(session, SignalWatch(), resume="auto", style="none")),
+    "train": ("data.train", lambda session, _: run_training(session, SignalWatch(), TrainingRequest(style="none"))),
+    "test": ("data.test", lambda session, _: run_training(session, SignalWatch(), TrainingRequest(style="none"))),
+    "resume": ("data.train", lambda session, _: run_training(session, SignalWatch(), TrainingRequest("auto", style="none"))),
     "eval": ("data.test", lambda session, _: run_evaluation(session, "auto")),
     "report": ("data.test", lambda session, _: judge(session, "auto", 3)),
     "automatic": ("data.train", lambda session, _: choose(_automatic(session), StartedJob(session.world, 1, 60), None)),

@@ -39,7 +39,7 @@ from hpctrain.optim.schedules import SCHEDULES
 from hpctrain.parallel.groups import GridGroups
 from hpctrain.run import reproducibility
 from hpctrain.run.accounts import RunHashes
-from hpctrain.run.build import TrainingSetup, build_trainer
+from hpctrain.run.build import TrainingSetup
 from hpctrain.run.checkpoints import RunCheckpoints, rollback
 from hpctrain.run.data_cache import add_caches
 from hpctrain.run.images import make_loader
@@ -51,6 +51,7 @@ from hpctrain.training.metrics import Reporter, RunningSums, StepTotals
 from hpctrain.training.replica import Replica, StrategyFactory
 from hpctrain.training.snapshot import Position
 from hpctrain.training.stopping import TimeLimit
+from hpctrain.training.trainer import Cadence, Trainer
 from hpctrain_testing.virtual.communicator import ThreadCommunicator
 from tests.support.training import ArraysByEpoch, Result, Task, replica_on, result_of, stored
 
@@ -166,12 +167,11 @@ class PartOfRun:
         first_step = position.global_step
         asks = self._asks(session.world.rank, session.world.size, parts.replica)
         ends = self.course is not None
-        trainer = build_trainer(
-            session,
+        trainer = Trainer(
             parts,
+            Cadence.of(session.config, self._steps(first_step)),
             reporter,
             checkpoints.save,
-            steps=self._steps(first_step),
             go_back=go_back,
             stop_requested=asks if ends and self._ends_by("request") else lambda: False,
             limit=TimeLimit(1e3, clock=lambda: 1e6 * asks()) if ends and self._ends_by("max_time") else None,
@@ -229,11 +229,10 @@ class PartOfRun:
         )
         backend = Backend("numpy", task.dtype, task.kernels, "virtual")
         return TrainingSetup(
-            backend,
-            replica,
-            cast(Loader, disturbed),
-            evaluation_loader=None,
-            test_loader=None,
+            backend=backend,
+            replica=replica,
+            loader=cast(Loader, disturbed),
+            evaluated={},
             schedule=schedule,
             data=DataFacts.of(file),
             notes=(),

@@ -26,7 +26,7 @@ from hpctrain.launch.launcher import detect
 from hpctrain.launch.signals import SignalWatch
 from hpctrain.launch.threads import ThreadPlan
 from hpctrain.parallel.groups import GridGroups
-from hpctrain.run.training import run_training
+from hpctrain.run.training import TrainingRequest, run_training
 from hpctrain.runs.directory import TABLE_FILE, TRACE_FILE, RunDirectory, latest
 from hpctrain.runs.owner import RunMarker, mark
 from hpctrain.storage import checkpoint
@@ -105,7 +105,7 @@ def work_virtual(
 
 def _rank(comm: ThreadCommunicator, file: Path, overrides: tuple[str, ...], resume: str | None, steps: int) -> None:
     session = _session(comm, file, overrides)
-    run_training(session, SignalWatch(), resume=resume, steps=steps, style="lines")
+    run_training(session, SignalWatch(), TrainingRequest(resume, steps, "lines"))
 
 
 def _session(comm: ThreadCommunicator, file: Path, overrides: Sequence[str]) -> Session:

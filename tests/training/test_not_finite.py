@@ -27,7 +27,7 @@ from hpctrain.storage.checkpoint import CheckpointContent
 from hpctrain.training.metrics import Reporter
 from hpctrain.training.replica import LoopState, Replica
 from hpctrain.training.snapshot import Position
-from hpctrain.training.trainer import Cadence, Trainer
+from hpctrain.training.trainer import Cadence, Trainer, TrainingObjects
 from hpctrain_testing.virtual.communicator import ThreadCommunicator
 from hpctrain_testing.virtual.run import run_virtual, virtual_engine
 from tests.support import nets
@@ -103,15 +103,9 @@ def trainer_of(
     reporter: Reporter | None = None,
 ) -> Trainer:
     """A trainer of epochs of 5 steps; each batch is what `before` makes of it."""
-    return Trainer(
-        replica=replica,
-        loader=_Loader(task, replica, before),
-        evaluation_loader=None,
-        schedule=Constant(base_lr=task.lr, epochs=cadence.epochs, steps_per_epoch=5),
-        cadence=cadence,
-        reporter=reporter or Reporter(),
-        save=save,
-    )
+    schedule = Constant(base_lr=task.lr, epochs=cadence.epochs, steps_per_epoch=5)
+    objects = TrainingObjects(replica=replica, loader=_Loader(task, replica, before), evaluated={}, schedule=schedule)
+    return Trainer(objects, cadence, reporter or Reporter(), save)
 
 
 def _train(comm: ThreadCommunicator, task: Task, strategy: str, poison: Poison, checkpoints: int) -> Run:
