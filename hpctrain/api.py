@@ -23,6 +23,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,8 @@ import numpy as np
 from hpctrain.assembly.faults import refusal
 from hpctrain.assembly.keywords import START_KEYS, keyword_config
 from hpctrain.comm.base import Communicator, raise_on_all_ranks
+from hpctrain.comm.groups import ProcessGrid
+from hpctrain.comm.progress import ProgressEngine
 from hpctrain.config.load import from_mapping, keyword_overrides
 from hpctrain.config.schema import Config
 from hpctrain.core import log
@@ -47,7 +50,7 @@ from hpctrain.core.yaml_source import Source
 from hpctrain.flight.recorder import FlightRecorder
 from hpctrain.job import flight_records
 from hpctrain.job.same_start import check_same_program
-from hpctrain.job.session import StartedJob, busy_node, on_grid
+from hpctrain.job.session import StartedJob, busy_node, check_sizes
 from hpctrain.launch.launcher import detect
 from hpctrain.launch.process_end import STOPPED
 from hpctrain.launch.signals import SignalWatch, deliver_again, taken_signals
@@ -167,7 +170,7 @@ def _started(process: RankProcess, asked: _Asked, watch: SignalWatch | None) -> 
     launcher = process.launcher
     world = process.start_world(asked.limit_seconds)
     if launcher.starts_mpi or asked.flight is not None:
-        process.watch(world, asked.limit_seconds)
+        process.exits.enter_context(flight_records.watched(process.flight, world, asked.limit_seconds))
     if world.size > 1:
         check_same_program(world, asked.facts(), _program(), leads_node=not launcher.local_rank)
     asked.check(watch)
@@ -183,7 +186,10 @@ def _started(process: RankProcess, asked: _Asked, watch: SignalWatch | None) -> 
         if best.backend is not None:
             backends = {(automatic.backend, automatic.dtype, automatic.precision): best.backend}
     cols = max(1, world.size // rows) if cols is None else int(cols)
-    grid, engine = on_grid(world, rows, cols, batch=asked.batch, deadline_seconds=asked.deadline_seconds, flight=process.flight)
+    raise_on_all_ranks(world, partial(check_sizes, rows, cols, world.size, asked.batch))
+    deadline_seconds, flight = asked.deadline_seconds, process.flight
+    engine = ProgressEngine(rank=world.rank, deadline_seconds=deadline_seconds, abort=world.abort, flight=flight)
+    grid = ProcessGrid(world, rows, cols)
     _keep(process.flight, asked.flight, world)
     engine.notes.phase(BETWEEN)
     checkpoints = LoopCheckpoints(world, engine.notes, asked.deadline_seconds)

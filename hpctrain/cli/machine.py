@@ -10,7 +10,6 @@ import os
 import time
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
@@ -21,11 +20,8 @@ from hpctrain.launch.launcher import detect
 from hpctrain.launch.scheduler import age_seconds
 from hpctrain.launch.threads import set_threads
 from hpctrain.process.ends import job_ends_on_error
+from hpctrain.process.rank import RankProcess
 from hpctrain.process.start import load_config
-
-if TYPE_CHECKING:
-    from hpctrain.comm.base import Communicator
-
 
 _DEADLINE_SECONDS = 300.0
 
@@ -56,24 +52,15 @@ def calibrate(out: Path, seconds: float, threads: int | None) -> None:
     in float32 and in bfloat16 if their processors multiply it, and messages within and between nodes. Ranks with one thread on
     each of at least two cores also time operators with a single thread. The file marks the quantities that could not be measured.
     """
-    launcher = detect(os.environ)
-    world: Communicator | None = None
-
-    def rank() -> int:
-        return world.rank if world is not None else launcher.rank or 0
-
-    def abort(code: int) -> None:
-        if world is not None:
-            world.abort(code)
-
-    with job_ends_on_error(rank, abort):
-        plan = set_threads(launcher, threads)  # before NumPy is imported
+    job = RankProcess()
+    with job_ends_on_error(job.rank, job.abort, job.failed):
+        plan = set_threads(job.launcher, threads)  # before NumPy is imported
         from hpctrain.backend.choice import make_backend
         from hpctrain.cli.simulation_tables import print_machine
-        from hpctrain.job.session import StartedJob, start_world
+        from hpctrain.job.session import StartedJob
         from hpctrain.planner.measure.measurement import run_calibration
 
-        world = start_world(launcher, _DEADLINE_SECONDS)
+        world = job.start_world(_DEADLINE_SECONDS)
         kernels = make_backend("auto", place=StartedJob(world, plan.threads, _DEADLINE_SECONDS).place()).kernels
         begin = time.perf_counter()
         machine = run_calibration(world, kernels, plan.threads, seconds, out, _DEADLINE_SECONDS)
@@ -85,6 +72,7 @@ def calibrate(out: Path, seconds: float, threads: int | None) -> None:
                     "of at least two cores."
                 )
             print(f"{out}: calibrated in {time.perf_counter() - begin:.0f} s with kernels {kernels.name}")
+        job.finish()
 
 
 @click.command()

@@ -5,7 +5,6 @@ A `StartedJob` has ranks, but no grid yet. A `StartedRank` has a place on the gr
 
 from __future__ import annotations
 
-import logging
 import os
 import platform
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -16,17 +15,15 @@ from typing import TypeVar
 
 from hpctrain.assembly.recipe import Recipe, check_batch, columns
 from hpctrain.backend.choice import Backend, NodePlace, make_backend
-from hpctrain.comm.base import Communicator, SingleCommunicator, raise_on_all_ranks
+from hpctrain.comm.base import Communicator, raise_on_all_ranks
 from hpctrain.comm.groups import ProcessGrid, check_grid
 from hpctrain.comm.progress import ProgressEngine
-from hpctrain.comm.waiting import MORE_RANKS_THAN_CORES, WaitPolicy, guard
 from hpctrain.config.schema import Config
-from hpctrain.core import log
-from hpctrain.core.errors import LaunchError, ShapeError
+from hpctrain.core.errors import ShapeError
 from hpctrain.flight.recorder import FlightRecorder
 from hpctrain.job.automatic_choice import Resolved
-from hpctrain.launch.launcher import Launcher, check_world, environment_fault, is_copy, lone_fault
-from hpctrain.launch.threads import NodeLoad, ThreadPlan, outnumbers_cores, usable_cores
+from hpctrain.launch.launcher import Launcher
+from hpctrain.launch.threads import NodeLoad, ThreadPlan, usable_cores
 from hpctrain.parallel.groups import GridGroups
 from hpctrain.trace.tracer import Tracer, capacity_for
 
@@ -217,54 +214,30 @@ class Session(StartedRank):
             device_messages: see `Session`.
 
         Raises:
-            ShapeError: the number of ranks is not the product of the grid's rows and columns.
-            ConfigError: the batch has fewer samples than ranks that share them.
+            ShapeError, ConfigError: see `check_sizes`.
         """
         config = resolved.recipe.config
         assert not config.automatic, "all open sections must be chosen before the grid is created"
-        grid, progress = on_grid(
-            world,
-            config.grid.rows,
-            columns(config, world.size),
-            batch=config.batch,
+        rows, cols = config.grid.rows, columns(config, world.size)
+        raise_on_all_ranks(world, partial(check_sizes, rows, cols, world.size, config.batch))
+        progress = ProgressEngine(
+            rank=world.rank,
             deadline_seconds=config.deadline_seconds,
+            abort=world.abort,
             trace=Tracer(capacity_for(world.size)) if config.trace else None,
             flight=flight,
         )
+        grid = ProcessGrid(world, rows, cols)
         return cls(launcher, threads, world, grid, GridGroups(grid), progress, resolved, revision, device_messages)
 
 
-def on_grid(
-    world: Communicator,
-    rows: int,
-    cols: int,
-    *,
-    batch: int,
-    deadline_seconds: float,
-    trace: Tracer | None = None,
-    flight: FlightRecorder | None = None,
-) -> tuple[ProcessGrid, ProgressEngine]:
-    """Return this rank's place on a grid of all ranks, and its progress engine. Collective.
-
-    The log is configured to mark lines with this rank.
+def check_sizes(rows: int, cols: int, size: int, batch: int) -> None:
+    """Raise if `size` ranks do not fit a grid, or if a rank of the grid would have no sample of a batch.
 
     Raises:
         ShapeError: the number of ranks is not the product of the grid's rows and columns.
         ConfigError: the batch has fewer samples than ranks that share them.
     """
-    log.configure(world.rank, world.size)
-    raise_on_all_ranks(world, partial(_check_sizes, rows, cols, world.size, batch))
-    progress = ProgressEngine(
-        rank=world.rank,
-        deadline_seconds=deadline_seconds,
-        abort=world.abort,
-        trace=trace,
-        flight=flight,
-    )
-    return ProcessGrid(world, rows, cols), progress
-
-
-def _check_sizes(rows: int, cols: int, size: int, batch: int) -> None:
     try:
         check_grid(rows, cols, size)
     except ShapeError as error:
@@ -272,33 +245,3 @@ def _check_sizes(rows: int, cols: int, size: int, batch: int) -> None:
         start = f"; to keep this grid, start the program with `mpiexec -n {places}`" if places > 0 else ""
         raise ShapeError(f"{str(error).removesuffix('.')}{start}.") from None
     check_batch(batch, rows, cols)
-
-
-def start_world(launcher: Launcher, deadline_seconds: float, flight: FlightRecorder | None = None) -> Communicator:
-    """Start MPI and return its world; without MPI, return a communicator of one rank.
-
-    MPI is started under a launcher, or if HPCTRAIN_EXPECT_RANKS requests several ranks.
-
-    Args:
-        flight: recorder that is notified of waits during start-up.
-
-    Raises:
-        LaunchError: the launcher has ended or does not start MPI, or the world's size differs from the number that the launcher
-            or HPCTRAIN_EXPECT_RANKS requested.
-    """
-    fault = environment_fault(os.environ)
-    if fault is not None and launcher.starts_mpi:
-        raise LaunchError(fault)
-    if not launcher.starts_mpi:
-        alone = lone_fault(launcher, os.environ)
-        if alone is not None and is_copy(os.environ):
-            raise LaunchError(alone)
-        if alone is not None:
-            logging.getLogger(__name__).warning(alone)
-        return SingleCommunicator()
-    from hpctrain.comm import mpi
-
-    with guard("The start of MPI", deadline_seconds, rank=launcher.rank):
-        world = mpi.world(deadline_seconds, flight, MORE_RANKS_THAN_CORES if outnumbers_cores(launcher) else WaitPolicy())
-    check_world(launcher, world.size, mpi.describe())
-    return world

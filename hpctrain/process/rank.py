@@ -1,8 +1,8 @@
 """A rank of a job, from its launcher to its end.
 
 `RankProcess` is any process of a job. Commands and `hpctrain.train` call `session`, which runs steps 7 to 11 of `start.py`.
-`hpctrain.start` has no configuration, and calls `start_world` and `watch` itself. This module imports no NumPy, as the number of
-threads must be set before NumPy loads.
+`hpctrain.start` has no configuration, and calls `start_world` itself. This module imports no NumPy, as the number of threads must
+be set before NumPy loads.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from hpctrain.core.errors import HpctrainError, LaunchError
 from hpctrain.flight import start_records
 from hpctrain.flight.recorder import FlightRecorder
 from hpctrain.launch import shared_segments
-from hpctrain.launch.launcher import Launcher, detect, lone_fault
+from hpctrain.launch.launcher import Launcher, check_world, detect, environment_fault, is_copy, lone_fault
 from hpctrain.launch.process_end import End
 from hpctrain.launch.process_start import forgive_writes
-from hpctrain.launch.threads import ThreadPlan, check_fork, set_threads
+from hpctrain.launch.threads import ThreadPlan, check_fork, outnumbers_cores, set_threads
 from hpctrain.process.start import NO_RANK, begin_log
 from hpctrain.version import __version__
 
@@ -131,18 +131,28 @@ class RankProcess:
         if not gc.isenabled():
             gc.freeze()  # the objects that exist now stay: collections need not visit them
             gc.enable()
-        revision, device_messages = self._before_mpi(known)  # step 10
+        from hpctrain.run.messages import try_transport
+        from hpctrain.runs.directory import git_state
+
+        found = RankProcess._first if self._stays and self.launcher.starts_mpi else None
+        if found is None:  # step 10
+            found = git_state() if self.rank() == 0 else {}, try_transport(known, self.launcher)
+            if self._stays:
+                RankProcess._first = found
+        revision, device_messages = found
         self.flight.phase("")
         deadline_seconds = DEADLINE_SECONDS if known is None else known.deadline_seconds
         world = self.start_world(deadline_seconds)  # step 11
         if not self._stays:
             # MPI must end before its shared-memory segments are forgotten: a rank that is killed during the end leaves some.
             self.exits.callback(self.end_mpi)
-        self.watch(world, deadline_seconds)
         from hpctrain.comm.base import raise_on_all_ranks
         from hpctrain.job.automatic_choice import Resolved
+        from hpctrain.job.flight_records import watched
         from hpctrain.job.same_start import check_same_code, check_same_start
         from hpctrain.job.session import Session, StartedJob
+
+        self.exits.enter_context(watched(self.flight, world, deadline_seconds))
 
         def given() -> tuple[Recipe, ThreadPlan]:
             if isinstance(prepared, HpctrainError):
@@ -213,46 +223,49 @@ class RankProcess:
         if trains:
             from hpctrain.run import training  # noqa: F401
 
-    def _before_mpi(self, config: Config | None) -> tuple[Mapping[str, object], str | None]:
-        """Return the revision from git, on rank 0, and the outcome of a trial of MPI with GPU memory, if it is necessary."""
-        if self._stays and self.launcher.starts_mpi and RankProcess._first is not None:
-            return RankProcess._first
-        from hpctrain.run.messages import try_transport
-        from hpctrain.runs.directory import git_state
-
-        found = git_state() if self.rank() == 0 else {}, try_transport(config, self.launcher)
-        if self._stays:
-            RankProcess._first = found
-        return found
-
     def start_world(self, deadline_seconds: float) -> Communicator:
-        """Start MPI and return its world, or a world of this process alone. Collective over all ranks; see `session.start_world`.
+        """Start MPI and return its world; without MPI, return a communicator of one rank. Collective over all ranks.
 
-        The call removes shared-memory segments that dead jobs have left.
+        MPI is started under a launcher, or if HPCTRAIN_EXPECT_RANKS requests several ranks. The call also removes shared-memory
+        segments that dead jobs have left.
+
+        Raises:
+            LaunchError: the launcher has ended or does not start MPI, or the world's size differs from the number that the
+                launcher or HPCTRAIN_EXPECT_RANKS requested.
         """
-        from hpctrain.job import session
+        launcher = self.launcher
+        if not launcher.starts_mpi:
+            alone = lone_fault(launcher, os.environ)
+            if alone is not None and is_copy(os.environ):
+                raise LaunchError(alone)
+            if alone is not None:
+                _log.warning(alone)
+            from hpctrain.comm.base import SingleCommunicator
 
-        removed = shared_segments.Removed()
-        if self.launcher.starts_mpi:
-            shared_segments.limit_ucx(self.launcher.local_size or self.launcher.expected_size or 1)
-            shared_segments.announce()
-            if not self.launcher.local_rank:
-                removed = shared_segments.remove_stale()
+            self.world = SingleCommunicator()
+            log.configure(0, 1)
+            return self.world
+        fault = environment_fault(os.environ)
+        if fault is not None:
+            raise LaunchError(fault)
+        from hpctrain.comm import mpi
+        from hpctrain.comm.waiting import MORE_RANKS_THAN_CORES, WaitPolicy, guard
+
+        shared_segments.limit_ucx(launcher.local_size or launcher.expected_size or 1)
+        shared_segments.announce()
+        removed = shared_segments.Removed() if launcher.local_rank else shared_segments.remove_stale()
+        policy = MORE_RANKS_THAN_CORES if outnumbers_cores(launcher) else WaitPolicy()
         with self.flight.waiting("the start of MPI"):
-            self.world = session.start_world(self.launcher, deadline_seconds, self.flight)
-        if self.launcher.starts_mpi:
-            log.configure(self.world.rank, self.world.size)
-            if removed.count:
-                _log.debug(str(removed))
-            shared_segments.remember()
-            self.exits.callback(shared_segments.forget)
-        return self.world
-
-    def watch(self, world: Communicator, deadline_seconds: float) -> None:
-        """Start the heartbeat that watches this process. Collective over `world`."""
-        from hpctrain.job.flight_records import watched
-
-        self.exits.enter_context(watched(self.flight, world, deadline_seconds))
+            with guard("The start of MPI", deadline_seconds, rank=launcher.rank):
+                world = mpi.world(deadline_seconds, self.flight, policy)
+            check_world(launcher, world.size, mpi.describe())
+        self.world = world
+        log.configure(world.rank, world.size)
+        if removed.count:
+            _log.debug(str(removed))
+        shared_segments.remember()
+        self.exits.callback(shared_segments.forget)
+        return world
 
     def finish(self) -> None:
         """Run the callbacks of `exits`, the last one first."""

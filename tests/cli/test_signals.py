@@ -29,9 +29,9 @@ def send():
         os.kill(os.getpid(), number)
         time.sleep(0.5)  # the thread that waits for signals takes it now
 def patch():
-    from hpctrain.job import session
+    from hpctrain.process.rank import RankProcess
     from hpctrain.training.step import TrainingStep
-    start, run = session.start_world, TrainingStep.run
+    start, run = RankProcess.start_world, TrainingStep.run
     def signalled_start(*arguments):
         if step == -1:
             send()
@@ -40,7 +40,7 @@ def patch():
         if global_step == step:
             send()
         run(self, batch, global_step, lr)
-    session.start_world, TrainingStep.run = signalled_start, signalled_step
+    RankProcess.start_world, TrainingStep.run = signalled_start, signalled_step
 """
 
 # Checkpoints take a second longer. Ranks RANKS send themselves SIGNALS from the beginning of PHASE on, 0.15 s apart, the first
@@ -58,16 +58,16 @@ def begins(name, when=True):
         threading.Thread(target=send, daemon=True).start()
         time.sleep(0.3)
 def patch():
-    from hpctrain.job import session
+    from hpctrain.process.rank import RankProcess
     from hpctrain.launch import signals
     from hpctrain.storage import checkpoint
     from hpctrain.training.replica import Replica
     from hpctrain.training.step import TrainingStep
     from hpctrain.training.trainer import Trainer
     signals.AGAIN_SECONDS = 0.3
-    start, step, write = session.start_world, TrainingStep.run, checkpoint.write
+    start, step, write = RankProcess.start_world, TrainingStep.run, checkpoint.write
     evaluate, save = Replica.evaluate, Trainer._save_once
-    session.start_world = lambda *rest: (begins("start"), start(*rest))[1]
+    RankProcess.start_world = lambda *rest: (begins("start"), start(*rest))[1]
     TrainingStep.run = lambda self, batch, number, lr: (begins("training", number == 2), step(self, batch, number, lr))[1]
     Replica.evaluate = lambda *rest, **options: (begins("evaluation"), evaluate(*rest, **options))[1]
     Trainer._save_once = lambda *rest: (begins("checkpoint"), save(*rest))[1]

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from hpctrain.core.errors import LaunchError
-from hpctrain.job.session import start_world
 from hpctrain.launch.launcher import (
     Launcher,
     check_world,
@@ -226,9 +225,9 @@ def test_copies_of_a_launcher_without_mpi_are_refused(variable: str, monkeypatch
         monkeypatch.delenv(name)
     monkeypatch.setenv(variable, "3")
     with pytest.raises(LaunchError, match=f"{variable} is 3, .* start it as `mpiexec -n 3"):
-        start_world(detect(os.environ), 10.0)
+        RankProcess().start_world(10.0)
     monkeypatch.setenv(variable, "1")
-    assert start_world(detect(os.environ), 10.0).size == 1
+    assert RankProcess().start_world(10.0).size == 1
 
 
 @pytest.mark.job

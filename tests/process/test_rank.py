@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 
+from hpctrain.comm import mpi
 from hpctrain.comm.base import SingleCommunicator
 from hpctrain.config.schema import Config
 from hpctrain.core import log
 from hpctrain.flight.ring import file_name, read
-from hpctrain.job import session
+from hpctrain.job.flight_records import watched
 from hpctrain.launch import shared_segments
 from hpctrain.launch.launcher import Launcher
 from hpctrain.launch.process_end import End
@@ -43,7 +44,7 @@ def test_a_process_alone_ends_well(tmp_path: Path) -> None:
     process = RankProcess(Launcher("none"))
     world = process.start_world(30.0)
     assert (process.rank(), world.size) == (0, 1)
-    process.watch(world, 30.0)
+    process.exits.enter_context(watched(process.flight, world, 30.0))
     process.flight.keep_in(tmp_path)
     process.finish()
     process.finish()
@@ -55,7 +56,7 @@ def test_a_process_alone_ends_well(tmp_path: Path) -> None:
 
 def test_the_first_error_stays_in_the_record(tmp_path: Path) -> None:
     process = RankProcess(Launcher("none"))
-    process.watch(process.start_world(30.0), 30.0)
+    process.exits.enter_context(watched(process.flight, process.start_world(30.0), 30.0))
     process.flight.keep_in(tmp_path)
     process.failed("mine alone")
     process.finish()
@@ -71,7 +72,8 @@ def test_the_first_rank_of_a_node_removes_what_dead_jobs_left_and_says_so_once(
     calls = []
     monkeypatch.setattr(shared_segments, "announce", lambda: calls.append("announce"))
     monkeypatch.setattr(shared_segments, "remove_stale", lambda: calls.append("remove") or left)
-    monkeypatch.setattr(session, "start_world", lambda *_: calls.append("start") or SingleCommunicator())
+    monkeypatch.setattr(mpi, "world", lambda *_: calls.append("start") or SingleCommunicator())
+    monkeypatch.setattr(mpi, "describe", lambda: "an MPI")
     monkeypatch.setattr(shared_segments, "remember", lambda: calls.append("remember"))
     monkeypatch.setattr(shared_segments, "forget", lambda: calls.append("forget"))
     monkeypatch.setattr(log, "configure", lambda rank, size: None)

@@ -79,7 +79,7 @@ def _virtual(ranks: int, words: list[str]) -> int:
 
     configure = log.configure
     with (
-        patch.object(session, "start_world", lambda *given: _RANK.world),
+        patch.object(RankProcess, "start_world", _start_world),
         patch.object(session, "ProgressEngine", _engine),
         patch.object(failure, "time", SimpleNamespace(sleep=_wait)),
         patch.object(log, "configure", lambda rank, *size: None if rank else configure(rank, *size)),
@@ -88,6 +88,12 @@ def _virtual(ranks: int, words: list[str]) -> int:
             return max(run_virtual(ranks, program, deadline_seconds=120))
         except SystemExit as end:
             return int(end.code or 0)
+
+
+def _start_world(process: RankProcess, deadline_seconds: float) -> ThreadCommunicator:
+    process.world = _RANK.world
+    log.configure(_RANK.world.rank, _RANK.world.size)
+    return process.world
 
 
 def _engine(**options: Any) -> ProgressEngine:
