@@ -28,7 +28,7 @@ from typing import ClassVar, Protocol
 import numpy as np
 
 from hpctrain.core.errors import DataError
-from hpctrain.core.files import open_regular, read_at
+from hpctrain.core.files import open_regular
 
 #: values that become 0 and 255
 ValueRange = tuple[float, float]
@@ -264,8 +264,7 @@ class BlockReader(ReadImages):
             begin = int(self.extents.starts(np.array([first], np.int64))[0])
             last = self.extents.samples_of(begin, min(self.extents.size_bytes, begin + _CHUNK_BYTES))[-1]
             samples = np.arange(first, last + 1)
-            starts = self.extents.starts(samples)
-            sizes = self.extents.sizes(samples)
+            starts, sizes = self.extents.starts(samples), self.extents.sizes(samples)
             out = np.empty(int(sizes.sum()), np.uint8)
             failed = self.fetch(samples, starts[:, None], (starts - starts[0])[:, None], sizes, out, patient=True)
             yield samples, out, {first + number: why for number, why in failed.items()}
@@ -353,8 +352,7 @@ class BlockReader(ReadImages):
             except EOFError as error:
                 return str(error)
             except OSError as error:
-                why = error.strerror or str(error)
-                lost = error.errno in _LOST
+                why, lost = error.strerror or str(error), error.errno in _LOST
             if pause is not None:
                 time.sleep(pause)
                 if lost:
@@ -362,8 +360,10 @@ class BlockReader(ReadImages):
         return f"{why}, in {len(pauses) + 1} attempts" if pauses else why
 
     def _read_piece(self, at: int, out: memoryview) -> None:
-        if read_at(self._descriptor, out, at) < len(out):
-            raise EOFError(f"the file ends at byte {os.fstat(self._descriptor).st_size}, but was longer when it was opened")
+        while out:
+            if not (count := os.preadv(self._descriptor, [out], at)):
+                raise EOFError(f"the file ends at byte {os.fstat(self._descriptor).st_size}, but was longer when it was opened")
+            at, out = at + count, out[count:]
 
     def _open_again(self) -> None:
         """Reopen the path if it is still the same file."""

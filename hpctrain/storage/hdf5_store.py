@@ -31,7 +31,7 @@ import h5py
 import numpy as np
 
 from hpctrain.core.errors import CheckpointError
-from hpctrain.core.files import open_own, open_regular, read_at, write_at
+from hpctrain.core.files import open_own, open_regular, write_at
 from hpctrain.core.intervals import Box, intersect, relative, shape_of, size_of, whole
 from hpctrain.storage.weights_file import SUFFIXES as WEIGHT_SUFFIXES
 from hpctrain.version import __version__
@@ -111,11 +111,11 @@ class StoreFile(io.RawIOBase):
             OSError: the elements cannot be written.
         """
         view = array.reshape(-1).view(np.uint8).data
-        for begin in range(0, len(view), _BLOCK):
-            block = view[begin : begin + _BLOCK]
-            seen(block)
-            write_at(self._descriptor, block, offset + begin)
-        self._size = max(self._size, offset + len(view))
+        while view:
+            count = os.pwrite(self._descriptor, view[:_BLOCK], offset)
+            seen(view[:count])
+            view, offset = view[count:], offset + count
+        self._size = max(self._size, offset)
 
     def finish(self) -> None:
         """Write the bytes of HDF5 to the file, and wait until the file is on the disk. Call it after HDF5 has closed the file.
@@ -473,8 +473,10 @@ class ShardReader:
 
     def _fill(self, key: str, view: memoryview, offset: int) -> None:
         try:
-            if read_at(self._descriptor, view, offset) < len(view):
-                raise self._damaged(key)
+            while view:
+                if not (count := os.preadv(self._descriptor, [view], offset)):  # the file has ended
+                    raise self._damaged(key)
+                view, offset = view[count:], offset + count
         except OSError as error:
             raise CheckpointError(
                 f"Tensor {key} in {self._path} cannot be read ({error.strerror}); use an older checkpoint."

@@ -227,9 +227,8 @@ class PartOfRun:
         schedule = SCHEDULES.create(
             "constant", {}, base_lr=task.lr, epochs=config.epochs, steps_per_epoch=len(loader), warmup_epochs=0.0
         )
-        backend = Backend("numpy", task.dtype, task.kernels, "virtual")
         return TrainingSetup(
-            backend=backend,
+            backend=Backend("numpy", task.dtype, task.kernels, "virtual"),
             replica=replica,
             loader=cast(Loader, disturbed),
             evaluated={},
