@@ -133,8 +133,8 @@ class Trainer:
         self._limit = TimeLimit() if limit is None else limit
         self._go_back, self._end_after, self._ends = go_back, end_after, False
         self._notes, self._trace = replica.progress.notes, replica.progress.trace
-        self._observers = [] if objects.sizes is None else [ImageSizeReport(objects.sizes, reporter)]
-        self._observers += [*observers, *([] if self._trace is None else [StepTrace(self._trace)])]
+        sizes = [] if objects.sizes is None else [ImageSizeReport(objects.sizes, reporter)]
+        self._observers = [*sizes, *observers, *([] if self._trace is None else [StepTrace(self._trace)])]
         self._state = replica.loop
         self._rate = Rate()
         self._saved_step = -1
