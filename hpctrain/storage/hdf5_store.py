@@ -448,8 +448,7 @@ class ShardReader:
 
     def read(self, key: str, box: Box) -> np.ndarray:
         """Return the elements of a box as a new array. The box must lie within the part of this key."""
-        _, dtype, held = self._shard.parts[key]
-        place = self._places[key]
+        (_, dtype, held), place = self._shard.parts[key], self._places[key]
         if box != held and not self._verified:
             return self.read(key, held)[relative(box, held)]
         values = np.empty(shape_of(box), dtype)
@@ -478,9 +477,8 @@ class ShardReader:
                     raise self._damaged(key)
                 view, offset = view[count:], offset + count
         except OSError as error:
-            raise CheckpointError(
-                f"Tensor {key} in {self._path} cannot be read ({error.strerror}); use an older checkpoint."
-            ) from error
+            why = f"cannot be read ({error.strerror})"
+            raise CheckpointError(f"Tensor {key} in {self._path} {why}; use an older checkpoint.") from error
 
     def _damaged(self, key: str) -> CheckpointError:
         return CheckpointError(f"Tensor {key} in {self._path} does not match its checksum; use an older checkpoint.")
