@@ -145,7 +145,7 @@ class _Asked:
 
     @property
     def limit_seconds(self) -> float:
-        """Deadline; the default if `deadline_seconds` is not a number above 0."""
+        """Deadline in seconds: `deadline_seconds` if it is a number above 0, else the default."""
         is_legal = isinstance(self.deadline_seconds, int | float) and self.deadline_seconds > 0
         return self.deadline_seconds if is_legal else _DEADLINE_SECONDS
 

@@ -145,7 +145,7 @@ def _model_faults(recipe: Recipe) -> Iterator[Fault]:
 
 
 def _value_faults(config: Config) -> Iterator[Fault]:
-    """Yield the faults of steps, number formats and backends."""
+    """Yield the faults of micro-batches, number formats and backends."""
     batch = config.batch
     if config.micro_batches > batch:
         rule = f"a batch has {batch} samples; the largest value is {batch}"

@@ -334,7 +334,7 @@ def make_pipeline(config: Config, augment: tuple[AugmentConfig, ...], data: Data
 def check_single_values(recipe: Recipe) -> str:
     """Raise if a batch norm has a single value per channel in every step of a training on a grid, whose images are known.
 
-    Return a warning if only the last step of an epoch has one; otherwise "", as if a section is auto.
+    Return a warning if only the last step of an epoch has one. Otherwise, or if a section is "auto", return "".
 
     Raises:
         ConfigError: the message names the layer, and how to change the configuration.

@@ -124,7 +124,7 @@ class Recipe:
 
     @property
     def graph(self) -> Graph:
-        """Graph of the model for one image of the largest shape. Reading it raises a ShapeError if the model lacks support."""
+        """Graph of the model for one image of the largest shape. Reading it raises a ShapeError if the shape does not fit."""
         return self.lowering.graph(1, self.image_shape)
 
     @cached_property
@@ -166,7 +166,7 @@ class Recipe:
         return OPTIMIZERS.create(self.config.optimizer.name, self.config.optimizer.options)
 
     def schedule(self, samples: int = 0) -> LearningRateSchedule:
-        """Return the learning-rate schedule for a number of samples of an epoch.
+        """Return the learning-rate schedule for epochs of `samples` samples; by default, an epoch has one step.
 
         Raises:
             ConfigError: the schedule has a fault.

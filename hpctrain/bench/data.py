@@ -216,7 +216,7 @@ def _rate(seconds: float, cpu_seconds: float, images: int) -> tuple[float, float
 def _needed(config: Config, file: ImageFile, shape: tuple[int, int, int]) -> float | None:
     """Return the rate of training steps alone, in images per second.
 
-    None if the images are not square or the dtype is not float32.
+    The result is None if the images are not square or the dtype is not float32.
     """
     if shape[0] != shape[1] or config.dtype != "float32":
         return None

@@ -38,9 +38,9 @@ class PrimitiveTime:
     """Execution of one of oneDNN's primitives, with its time.
 
     Attributes:
-        kind: for example "convolution".
-        implementation: for example "brgconv:avx512_core".
-        propagation: for example "forward_training".
+        kind: kind of the primitive, such as "convolution".
+        implementation: name of its code, such as "brgconv:avx512_core".
+        propagation: phase of the step, such as "forward_training".
         problem: shape in oneDNN's notation.
     """
 

@@ -405,7 +405,7 @@ def _checked_range(value: tuple[float, float] | None) -> tuple[float, float] | N
 
 
 def _range(value_range: tuple[float, float] | None, names_file: Path | None) -> dict[str, Any]:
-    """Return the keywords of a converter for the range of deep values: that of the option, or of the data file of class names."""
+    """Return the keywords of a converter for the range of values: that of the option, or of the data file of class names."""
     if value_range is None and names_file is not None and names_file.suffix in _DATA_FILES:
         from hpctrain.data.image_file import ImageFile
 

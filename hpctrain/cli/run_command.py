@@ -70,7 +70,7 @@ def run(restarts: int, pause: float, requeue: bool, command: tuple[str, ...]) ->
 
 
 def _refuse_ranks() -> None:
-    """Raise if this process is a rank: `hpctrain run` starts the launcher, not the other way round.
+    """Raise if this process is a rank, because `hpctrain run` must start the launcher itself.
 
     Raises:
         LaunchError: this process is a rank.

@@ -104,7 +104,7 @@ def _integer(value: Any) -> Any:
 
 
 def expanded_path(value: str) -> str:
-    """Return `expanded(value)`; raise its errors as pydantic's, for validators."""
+    """Return `expanded(value)`; convert its errors into pydantic's, for validators."""
     try:
         return expanded(value)
     except ValueError as error:

@@ -32,11 +32,11 @@ class HpctrainError(Exception):
 
 
 class ConfigError(HpctrainError):
-    """The configuration cannot be used: unknown key, wrong type, value outside its range."""
+    """Error for a configuration that cannot be used: unknown key, wrong type, value outside its range."""
 
 
 class OptionError(ConfigError):
-    """An option is unknown, missing, reserved, of the wrong type or outside its range.
+    """Error for an option that is unknown, missing, reserved, of the wrong type or outside its range.
 
     Attributes:
         option: name of the option; empty if the error was raised on another rank.
@@ -59,55 +59,55 @@ class OptionError(ConfigError):
 
 
 class DataError(HpctrainError):
-    """A data file is missing, truncated, or does not contain the configured data."""
+    """Error for a data file that is missing, truncated, or does not contain the configured data."""
 
 
 class ShapeError(HpctrainError):
-    """Sizes of layers, images or the process grid do not fit together."""
+    """Error for sizes of layers, images or the process grid that do not fit together."""
 
 
 class LaunchError(HpctrainError):
-    """The job was not started as requested: wrong world size, oversubscribed cores. The first rank of each node prints it."""
+    """Error for a job that was not started as requested, such as a wrong world size. The first rank of each node prints it."""
 
 
 class MissingLibraryError(LaunchError):
-    """A node lacks a library. Each of its ranks detects this without communication; the node's first rank prints the error."""
+    """Error for a library that a node lacks. Each of its ranks detects it without communication; the first of them prints it."""
 
 
 class CheckpointError(HpctrainError):
-    """A checkpoint is missing, damaged, or belongs to another model."""
+    """Error for a checkpoint that is missing, damaged, or belongs to another model."""
 
 
 class CheckpointRemovedError(CheckpointError):
-    """Another process removed the files of a checkpoint while it was written. The disk works; the next checkpoint may succeed."""
+    """Error for a checkpoint whose files another process removed while it was written. The next checkpoint may succeed."""
 
 
 class DivergedError(HpctrainError):
-    """The loss or a gradient is not finite."""
+    """Error for a loss, gradient or parameter that is not finite."""
 
 
 class CorruptedStateError(HpctrainError):
-    """State differs between ranks that must hold equal copies, or has changed although nothing wrote to it."""
+    """Error for state that differs between ranks that must hold equal copies, or has changed although nothing wrote to it."""
 
 
 class BackendError(HpctrainError):
-    """A backend or kernel set is not available, or does not support the requested computation."""
+    """Error for a backend or kernel set that is not available, or does not support the requested computation."""
 
 
 class CommunicationTimeoutError(HpctrainError):
-    """An operation between ranks did not complete before its deadline."""
+    """Error for an operation between ranks that did not complete before its deadline."""
 
 
 class DeadlockError(CommunicationTimeoutError):
-    """Ranks wait for each other forever, detected before any deadline; the message names all waiting ranks and their partners."""
+    """Error for ranks that wait for each other forever; the message names all waiting ranks and their partners."""
 
 
 class CollectiveMismatchError(CommunicationTimeoutError):
-    """Ranks posted different collective operations in the same place; the message names both and their lines of code."""
+    """Error for ranks that post different collective operations at one place; the message names both and their lines of code."""
 
 
 class RunOwnedError(HpctrainError):
-    """Another job owns the run directory, or has taken it over."""
+    """Error for a run directory that another job owns or has taken over."""
 
 
 @contextmanager
@@ -116,7 +116,7 @@ def errors_as(
     sentence: Callable[[str], str],
     reason: Callable[[Exception], str | None] = lambda error: getattr(error, "strerror", None),
 ) -> Iterator[None]:
-    """Replace every exception of a block that reads a file from elsewhere by an error that the user can fix.
+    """Replace every exception of a block that reads a file of another program by an error that the user can fix.
 
     For a damaged file, libraries and plain code raise exceptions of almost any type.
 

@@ -133,7 +133,7 @@ class Registry(Generic[T]):
         pass unchanged.
 
         Raises:
-            ConfigError: user code raised an exception. A ValueError raised by a statement of user code refuses a value.
+            ConfigError: user code raised an exception; a ValueError of its own `raise` statement means that a value is invalid.
         """
         label = f'{_capital(self.kind)} "{name}"'
         try:

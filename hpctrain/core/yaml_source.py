@@ -182,8 +182,7 @@ class _Reader:
 def _length(node: yaml.Node, known: dict[int, int]) -> int:
     """Return the number of characters of a node with its aliases expanded; an alias to an enclosing node counts as 0.
 
-    Each value counts one more than its number of characters, which is still less than in any text that a program writes without
-    aliases.
+    Each value counts its number of characters plus one, which is less than in any text without aliases.
 
     Args:
         known: lengths of nodes by identity; 0 while a node is being counted.

@@ -70,7 +70,7 @@ class CheckFailure:
 
 @dataclass(frozen=True)
 class Progression:
-    """Progress of a rank, as a note for its parent.
+    """Progress of a rank, as a note for its parent process.
 
     Attributes:
         library: name of the MPI library; "" before MPI has started.

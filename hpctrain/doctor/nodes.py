@@ -318,7 +318,7 @@ _MOST_START_SECONDS = 5.0
 
 
 def gather_start_up(place: OwnPlace) -> float | None:
-    """Return the seconds in which this rank started."""
+    """Return the start-up time of this rank in seconds; None if it was not measured."""
     return place.start_seconds
 
 

@@ -60,7 +60,7 @@ class DoctorRank:
             self.world.abort(code)
 
     def run(self, notebook: Notebook) -> int:
-        """Run all checks and print the report; return the exit code. Collective if MPI starts.
+        """Run all checks and print the report, with notes in `notebook`; return the exit code. Collective if MPI starts.
 
         Raises:
             ConfigError: the configuration has a fault; on all ranks.
@@ -104,7 +104,7 @@ class DoctorRank:
     def explain(self, end: RankEnd) -> int:
         """Report the findings in the notes of a rank that ended before its report; return the exit code.
 
-        Called in the parent process of that rank.
+        The parent process of that rank calls it.
         """
         from hpctrain.doctor import job
         from hpctrain.doctor.check import OwnPlace

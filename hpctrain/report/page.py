@@ -269,7 +269,7 @@ def report_page(records: Sequence[RunRecord], results: Sequence[JudgedSet] = ())
 
 
 def _with_short_names(records: Sequence[RunRecord]) -> list[RunRecord]:
-    """Return the records, for several runs with their configured names if these differ. Names of directories are longer."""
+    """Return the records, with the configured names of several runs if these differ, as names of directories are longer."""
     short = [record.settings.get("name", record.name) for record in records]
     if len(records) == 1 or len(set(short)) < len(short):
         return list(records)

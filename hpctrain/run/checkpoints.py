@@ -115,7 +115,7 @@ def best_evaluation(evaluations: Iterable[StepEvaluation], measure: str, steps: 
 def spared(evaluations: Collection[StepEvaluation], measure: str, by_age: Sequence[int], keep: int) -> set[int]:
     """Return the steps whose checkpoints are kept at any age.
 
-    They are the best one, and the best one up to the oldest of the `keep` newest.
+    They are the best step, and the best of the steps up to the oldest of the `keep` newest checkpoints.
 
     Args:
         by_age: steps of all existing checkpoints, in the order in which they were written.

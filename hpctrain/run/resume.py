@@ -55,7 +55,7 @@ class _Candidates:
     """Checkpoints that a source may refer to, in the order in which they are tried.
 
     Attributes:
-        refusal: error message if no checkpoint is intact; None if the source names a single checkpoint, or if there is none.
+        refusal: error message if no checkpoint is intact; None if the source names a single checkpoint, or if `paths` is empty.
     """
 
     paths: tuple[Path, ...]

@@ -199,7 +199,7 @@ class RunDirectory:
 
     @property
     def flight(self) -> Path:
-        """Directory of the flight records of its ranks, unless they are stored elsewhere."""
+        """Directory of the flight records of the run's ranks, unless they are stored elsewhere."""
         return self.path / "flight"
 
     def log_path(self, rank: int) -> Path:

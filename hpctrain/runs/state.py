@@ -133,7 +133,7 @@ class RunState:
 
     @property
     def done_samples(self) -> int:
-        """Number of samples done at the latest record, over all epochs."""
+        """Number of samples processed until the latest record, over all epochs."""
         start, record = self.latest("start"), self.latest("interval", "epoch")
         if "epoch" not in record or "samples" not in start:
             return int(start.get("done_samples", 0))
@@ -151,7 +151,7 @@ class RunState:
         return float(pace * max(0, start["last_sample"] - self.done_samples))
 
     def curve(self, measure: str, *kinds: str) -> Curve:
-        """Return a metric over steps, without values that are not finite."""
+        """Return the metric `measure` of records of these kinds over steps, without values that are not finite."""
         points = ((record.get("step"), record.get(measure)) for record in self.of_kind(*kinds))
         return tuple((step, value) for step, value in points if step is not None and value is not None)
 
@@ -223,7 +223,7 @@ def is_training(run: RunDirectory) -> bool:
 
 
 def _lines(content: bytes) -> list[Record]:
-    """Return all complete lines that are JSON objects, without values that no run writes, which readers need not expect."""
+    """Return all complete lines that are JSON objects, without values that no run writes, so that readers need no checks."""
     records = (json_object(line) for line in content.split(b"\n")[:-1])
     return [
         {key: _shown(value) if isinstance(value, str) else value for key, value in record.items() if _fits(key, value)}
