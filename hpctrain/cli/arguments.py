@@ -27,7 +27,7 @@ _Command = TypeVar("_Command", bound=Callable[..., Any])
 
 
 class FilePath(click.Path):
-    """Path whose `~` and `$VARIABLE` are expanded, as in configurations, because shells do not expand the `~` in --out=~/x."""
+    """Parameter type for a path in which `~` and `$VARIABLE` are expanded, because shells do not expand the `~` in --out=~/x."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         if isinstance(value, str):
@@ -41,7 +41,7 @@ class FilePath(click.Path):
 
 
 class OutputFile(FilePath):
-    """File to write. A file that cannot be written is refused before the command starts its work.
+    """Parameter type for a file to write. The command fails before it starts its work if the file cannot be written.
 
     Args:
         streams: whether pipes, terminals and other character devices are accepted next to regular files.

@@ -275,7 +275,7 @@ def convert_arrays(
     """Convert NumPy arrays (.npz or .npy).
 
     FILE has images of shape (N, H, W), (N, H, W, C) or (N, C, H, W), and labels: integers (N,) or (N, 1), or one-hot rows (N, K).
-    Images are bytes, deeper integers, or floating-point numbers in 0..1 or whole ones in 0..255; for others, set --range.
+    Images are integers of 8 or more bits, floating-point numbers in 0..1, or whole ones in 0..255; for others, set --range.
     """
     from hpctrain.data.convert import arrays
     from hpctrain.data.files import require_new

@@ -283,7 +283,7 @@ def _results(figures: Sequence[tuple[str, Sequence[str]]], numbers: Sequence[str
 def comparison_lines(comparison: Comparison, width: int = _COLUMNS) -> Iterator[RenderableType]:
     """Yield the tables and sentences of a comparison in order. Tables number the runs, as their names are long.
 
-    Each run is a column. A table has a few runs; others follow below it.
+    Each run is a column. A table has a few runs; tables of the others follow below it.
     """
     numbers = [str(number) for number, _ in enumerate(comparison.names, 1)]
     for number, name in zip(numbers, comparison.names, strict=True):

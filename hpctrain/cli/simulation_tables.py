@@ -59,7 +59,7 @@ def milliseconds(seconds: float) -> str:
 
 
 def three_digits(value: float) -> str:
-    """Return a number with at least three digits: 0.04, 1.23, 12.3, 1,234."""
+    """Return a number with two decimals below 10, one below 100, and none from 100 on: 0.04, 1.23, 12.3, 1,234."""
     return f"{value:,.{0 if value >= 100 else 1 if value >= 10 else 2}f}"
 
 
