@@ -175,7 +175,7 @@ class _Reader:
                 )
             character = forbidden(key.value)
             if character is not None:
-                raise ConfigError(f"{self._place(key)}: The key {shortened(key.value)} has the character {character}; remove it.")
+                raise ConfigError(f"{self._place(key)}: The key {shortened(key.value)} must not have the character {character}.")
             first[key.value] = key
 
 

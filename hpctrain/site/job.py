@@ -335,7 +335,7 @@ def render(site: Site, job: SiteJob) -> str:
     for name, text in (("site", site.name), *_texts("", vars(job)), *_texts("profile.", site.profile.model_dump())):
         character = forbidden(text)
         if character is not None:
-            raise ConfigError(f"{name} is {shortened(text)}, but {character} is not allowed in a job script; remove it.")
+            raise ConfigError(f"{name} is {shortened(text)}, but must not have the character {character} in a job script.")
     template = _environment().get_template(_TEMPLATES[site.profile.scheduler])
 
     def line(setting: str, comment: str, edit: bool = True) -> str:
