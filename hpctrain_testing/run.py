@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -9,7 +10,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+import uuid
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -121,6 +123,28 @@ def run_job(
     return Outcome(process.returncode, stdout, stderr, time.monotonic() - begin)
 
 
+def wait_until(reached: Callable[[], object], seconds: float = 60.0, said: Callable[[], object] = str) -> None:
+    """Return once `reached` returns true.
+
+    Raises:
+        AssertionError: that takes longer than `seconds`; it ends with the result of `said`.
+    """
+    end = time.monotonic() + seconds
+    while not reached():
+        assert time.monotonic() < end, f"not reached within {seconds:g} s: {said()}"
+        time.sleep(0.01)
+
+
+def processes_with(variable: str) -> list[int]:
+    """Return the running processes that were started with this `NAME=value` in their environment."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            if variable.encode() in path.read_bytes().split(b"\0"):
+                found.append(int(path.parent.name))
+    return found
+
+
 class StartedJob:
     """A command in a new session, which a test can disturb while it runs.
 
@@ -128,23 +152,32 @@ class StartedJob:
         killed: whether `kill` has ended the command.
     """
 
-    def __init__(self, command: Sequence[str], folder: Path, extra: Mapping[str, str]) -> None:
+    def __init__(self, command: Sequence[str], folder: Path, extra: Mapping[str, str] | None = None) -> None:
+        self._token = uuid.uuid4().hex
         self._output = tempfile.TemporaryFile("w+")  # noqa: SIM115  open as long as the job runs
         self.process = subprocess.Popen(
             command,
             cwd=folder,
-            env=clean_environment(extra),
+            env=clean_environment({"STARTED_JOB": self._token, **(extra or {})}),
             stdout=self._output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
         self.killed, self._said = False, ""
 
+    def started_processes(self) -> list[int]:
+        """Return the running processes of the command and of what it has started, the ranks of a launcher included."""
+        return processes_with(f"STARTED_JOB={self._token}")
+
     def kill(self) -> None:
-        """Kill all processes of the session if the command still runs."""
+        """Kill all that it has started if the command still runs. Ranks of a launcher may have sessions of their own."""
         if self.process.poll() is None:
             self.killed = True
-            os.killpg(self.process.pid, signal.SIGKILL)
+            for process in self.started_processes():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
 
     def end(self, patience_seconds: float) -> tuple[int, str]:
         """Wait for the end, and return the exit code and all output. Kill it after `patience_seconds`, with code -9."""

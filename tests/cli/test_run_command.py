@@ -9,8 +9,6 @@ import random
 import signal
 import subprocess
 import sys
-import time
-import uuid
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -19,12 +17,10 @@ from click.testing import CliRunner
 
 from hpctrain.cli.main import cli
 from hpctrain.cli.run_command import ATTEMPTS_FILE
-from hpctrain_testing.run import clean_environment, find_mpiexec, patched_program
+from hpctrain_testing.run import StartedJob, clean_environment, find_mpiexec, patched_program, wait_until
 from tests.support.here import run_here
 from tests.support.sampling import amount
 from tests.support.signal_storm import final_tensors, prepare, same_bits
-
-_MARK = "SUPERVISED_JOB"
 
 
 @pytest.fixture
@@ -34,48 +30,24 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-class _Supervised:
+class _Supervised(StartedJob):
     """A supervised training of `ranks` ranks (0: without a launcher) that is started here."""
 
     def __init__(self, folder: Path, ranks: int, options: Sequence[str], words: Sequence[str]) -> None:
-        self._token = uuid.uuid4().hex
         launcher = [find_mpiexec() or "mpiexec", "-n", str(ranks)] if ranks else []
         command = [sys.executable, "-m", "hpctrain", "run", *options, "--", *launcher]
-        command += [sys.executable, "-m", "mpi4py", "-m", "hpctrain", "train", "storm.yaml", *words]
-        self._output = open(folder / "said", "w+")  # noqa: SIM115  as long as the job
-        environment = clean_environment({_MARK: self._token})
-        self.process = subprocess.Popen(
-            command, cwd=folder, env=environment, stdout=self._output, stderr=subprocess.STDOUT, start_new_session=True
-        )
-
-    def processes(self) -> list[int]:
-        """Those that the supervisor has started, and those that these have."""
-        mark, found = f"{_MARK}={self._token}".encode(), []
-        for entry in Path("/proc").iterdir():
-            if entry.name.isdecimal() and int(entry.name) != self.process.pid:
-                with contextlib.suppress(OSError):
-                    if mark in (entry / "environ").read_bytes().split(b"\0"):
-                        found.append(int(entry.name))
-        return found
+        super().__init__([*command, sys.executable, "-m", "mpi4py", "-m", "hpctrain", "train", "storm.yaml", *words], folder)
 
     def kill_one(self, draws: random.Random) -> None:
-        if found := self.processes():
+        if found := [process for process in self.started_processes() if process != self.process.pid]:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(draws.choice(found), signal.SIGKILL)
 
-    def end(self, seconds: float) -> tuple[int, str]:
-        """Exit code, and what was said; no process is left."""
-        try:
-            code = self.process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            for process in [self.process.pid, *self.processes()]:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(process, signal.SIGKILL)
-            raise
-        assert self.processes() == []
-        self._output.seek(0)
-        with self._output:
-            return code, self._output.read()
+    def end(self, patience_seconds: float) -> tuple[int, str]:
+        """As the base's; no process is left."""
+        ended = super().end(patience_seconds)
+        assert self.started_processes() == [], ended
+        return ended
 
 
 def _train(ranks: int, folder: Path, *words: str) -> None:
@@ -150,9 +122,7 @@ def test_who_was_killed_and_where_is_reported(folder: Path) -> None:
 @pytest.mark.job
 def test_a_request_ends_training_and_supervisor(folder: Path) -> None:
     supervised = _Supervised(folder, 2, [], ["output=runs", "epochs=1000"])
-    end = time.monotonic() + 180
-    while time.monotonic() < end and not list(folder.glob("runs/*/metrics.jsonl")):
-        time.sleep(0.1)
+    wait_until(lambda: list(folder.glob("runs/*/metrics.jsonl")), 180)
     os.kill(supervised.process.pid, signal.SIGTERM)
     code, said = supervised.end(180)
     assert code == 85, said

@@ -7,7 +7,6 @@ import re
 import signal
 import sys
 import tarfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from click.testing import CliRunner, Result
 
 from hpctrain.cli.main import cli
 from hpctrain.data.writer import write_data_file
-from hpctrain_testing.run import clean_environment, find_mpiexec
+from hpctrain_testing.run import clean_environment, find_mpiexec, wait_until
 from tests.support import stand_ins
 from tests.support.signal_storm import final_tensors, prepare, same_bits
 
@@ -114,10 +113,7 @@ def test_restarts_doctor_and_stage_reach_the_script(folder: Path) -> None:
 
 
 def _wait(reached: Callable[[], bool], log: Path) -> None:
-    end = time.monotonic() + 300
-    while not reached():
-        assert time.monotonic() < end, log.read_text()
-        time.sleep(0.1)
+    wait_until(reached, 300, log.read_text)
 
 
 def _started(*arguments: str) -> tuple[int, Path]:

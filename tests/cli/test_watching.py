@@ -26,7 +26,7 @@ from hpctrain.cli.watch_screen import news, screen
 from hpctrain.launch.process_end import End
 from hpctrain.runs.directory import RunDirectory, runs
 from hpctrain.runs.state import RunState
-from hpctrain_testing.run import clean_environment
+from hpctrain_testing.run import StartedJob, wait_until
 from tests.support.recorded import SECOND, record
 from tests.support.tiny_runs import tiny
 
@@ -42,24 +42,17 @@ _ANY_TIME = re.compile(r"[\d.:]+( s)? ago")
 def training(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[subprocess.Popen[bytes]]:
     """A training of one rank below the test's directory, which has begun."""
     (tmp_path / "tiny.yaml").write_text(_CONFIG.replace("EPOCHS", str(request.param)))
-    command = [sys.executable, "-m", "hpctrain", "train", "tiny.yaml"]
-    with subprocess.Popen(
-        command,
-        cwd=tmp_path,
-        env=clean_environment(),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    ) as process:
-        deadline = time.monotonic() + 180
-        while time.monotonic() < deadline and process.poll() is None:
-            begun = list(runs(tmp_path / "runs", None))
-            if begun and any((begun[0].path / "flight").glob("*.flight")) and begun[0].metrics_path.exists():
-                break
-            time.sleep(0.05)
-        yield process
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
+    job = StartedJob([sys.executable, "-m", "hpctrain", "train", "tiny.yaml"], tmp_path)
+
+    def begun() -> bool:
+        run = next(iter(runs(tmp_path / "runs", None)), None)
+        return job.process.poll() is not None or bool(
+            run and any((run.path / "flight").glob("*.flight")) and run.metrics_path.exists()
+        )
+
+    wait_until(begun, 180)
+    yield job.process
+    job.kill()
 
 
 def _run(folder: Path) -> RunDirectory:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,6 +24,7 @@ from hpctrain.core.text import place
 from hpctrain.flight.recorder import FlightRecorder
 from hpctrain.launch.process_end import DEADLINE
 from hpctrain.trace.tracer import Category, Tracer
+from hpctrain_testing.run import wait_until
 from tests.support.countdown import Countdown
 from tests.support.sampling import amount
 
@@ -481,16 +481,6 @@ def test_a_full_window_is_no_turn() -> None:
     assert delays.start_ns.tolist() == [last_look - 10]
 
 
-PATIENCE_SECONDS = 20.0
-
-
-def _until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + PATIENCE_SECONDS
-    while not condition():
-        assert time.monotonic() < end, "the thread did nothing"
-        time.sleep(1e-4)
-
-
 class Counter:
     def __init__(self) -> None:
         self.passes = 0
@@ -508,7 +498,7 @@ def test_the_progress_thread_polls_inside_its_block_only() -> None:
             time.sleep(1e-4)
             assert count.passes == before
             with thread:
-                _until(lambda before=before: count.passes > before + 2)
+                wait_until(lambda before=before: count.passes > before + 2)
     finally:
         thread.close()
 
@@ -517,12 +507,12 @@ def test_the_progress_thread_waits_for_the_lock() -> None:
     count, lock = Counter(), threading.RLock()
     thread = ProgressThread(count, lock, interval_seconds=1e-5)
     with thread:
-        _until(lambda: count.passes > 0)
+        wait_until(lambda: count.passes > 0)
         with lock:
             before = count.passes
             time.sleep(2e-3)
             assert count.passes == before
-        _until(lambda: count.passes > before)
+        wait_until(lambda: count.passes > before)
     thread.close()
 
 
@@ -535,7 +525,7 @@ def test_what_it_raises_is_raised_at_the_end_of_the_block() -> None:
 
     thread = ProgressThread(fail, threading.RLock())
     with pytest.raises(OSError, match="the wire is cut"), thread:
-        assert failed.wait(PATIENCE_SECONDS)
+        assert failed.wait(60)
     thread.close()
 
 
@@ -552,7 +542,7 @@ def test_messages_move_while_the_program_computes_but_complete_only_when_it_look
 
     second = queue.post(start_second, "second", after=[first])
     with engine.computing():
-        _until(lambda: handle.left <= 0)
+        wait_until(lambda: handle.left <= 0)
         assert not first.done  # the program has not looked
         assert not started
     engine.wait(second)

@@ -6,7 +6,7 @@ import logging
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,6 +14,7 @@ import pytest
 from hpctrain.core import log as rank_log
 from hpctrain.core.log import configure
 from hpctrain.core.text import place
+from hpctrain_testing.run import wait_until
 
 _LINE = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3} (DEBUG|INFO|WARNING|ERROR) +(.*)")
 
@@ -31,13 +32,6 @@ def _unchanged() -> Iterator[None]:
 def _entries(path: Path) -> list[tuple[str, str]]:
     matches = [_LINE.fullmatch(line) for line in path.read_text().splitlines()]
     return [(match[1], match[2]) for match in matches if match is not None]
-
-
-def _within(seconds: float, holds: Callable[[], bool]) -> bool:
-    end = time.monotonic() + seconds
-    while not holds() and time.monotonic() < end:
-        time.sleep(0.01)
-    return holds()
 
 
 def test_lines_wait_for_the_file_and_go_to_its_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -78,10 +72,10 @@ def test_a_disk_that_refuses_is_reported_once_and_tried_again(tmp_path: Path, ca
     for number in range(5):
         logging.getLogger("hpctrain").info(f"line {number}")
     said: list[str] = []
-    assert _within(60, lambda: said.append(capsys.readouterr().err) or "cannot be written" in "".join(said))  # type: ignore[func-returns-value]
+    wait_until(lambda: said.append(capsys.readouterr().err) or "cannot be written" in "".join(said))  # type: ignore[func-returns-value]
     (tmp_path / "logs").unlink()
     logging.getLogger("hpctrain").info("the last one")
-    assert _within(60, lambda: (tmp_path / "logs" / "rank-0002.log").is_file() and not log._waiting)
+    wait_until(lambda: (tmp_path / "logs" / "rank-0002.log").is_file() and not log._waiting)
     texts = [text for _, text in _entries(tmp_path / "logs" / "rank-0002.log")]
     assert [text for text in texts if text.startswith("line")] == [f"line {number}" for number in range(5)]
     assert "the last one" in texts
@@ -95,7 +89,7 @@ def test_what_a_broken_disk_has_lost_is_said_at_the_end(tmp_path: Path, capsys: 
     configure(0, 1)
     log.keep_in(tmp_path / "logs" / "rank-0000.log")
     logging.getLogger("hpctrain").debug("lost")
-    assert _within(60, lambda: log._refused)
+    wait_until(lambda: log._refused)
     begin = time.monotonic()
     rank_log.end_rank_log()
     assert time.monotonic() - begin < 60

@@ -10,7 +10,6 @@ import re
 import signal
 import subprocess
 import tarfile
-import time
 from pathlib import Path
 
 import click
@@ -20,6 +19,7 @@ from hpctrain.cli.main import cli
 from hpctrain.site import profile as profile_files
 from hpctrain.site.job import JobFiles, JobRequest, plan_job, render
 from hpctrain.site.profile import SiteProfile
+from hpctrain_testing.run import wait_until
 from tests.support.job_scripts import JOBS, SITES, path_of, require_sound, script_of
 from tests.support.stand_ins import JOB, RANKS, ScriptOutcome, edited, install, run_script
 
@@ -276,9 +276,7 @@ def test_a_request_to_stop_reaches_the_training(tmp_path: Path, site: str, numbe
     command = ["bash", "script", "tiny.yaml"]
     with subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.DEVNULL, start_new_session=True) as process:
         try:
-            end = time.monotonic() + 30
-            while time.monotonic() < end and not (log.exists() and "trains" in log.read_text()):
-                time.sleep(0.05)
+            wait_until(lambda: log.exists() and "trains" in log.read_text())
             process.send_signal(number)
             assert process.wait(timeout=30) == 85
         finally:

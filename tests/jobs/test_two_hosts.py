@@ -6,14 +6,13 @@ import os
 import re
 import shlex
 import signal
-import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
 
 from hpctrain.runs.directory import latest
+from hpctrain_testing.run import wait_until
 from tests.support.newest_checkpoint import read_newest
 from tests.support.two_hosts import DEADLINE_SECONDS, TwoHosts, flavour, missing, two_hosts
 
@@ -37,17 +36,9 @@ def _newest(hosts: TwoHosts, output: str) -> tuple[int, dict[str, np.ndarray]]:
     return int(newest[1].meta["global_step"]), dict(newest[1].tensors)  # type: ignore[call-overload]
 
 
-def _wait_until(left: Callable[[], list[int]], seconds: float) -> None:
-    """Until none of some processes is left."""
-    end = time.monotonic() + seconds
-    while processes := left():
-        assert time.monotonic() < end, [Path(f"/proc/{process}/cmdline").read_bytes()[-200:] for process in processes]
-        time.sleep(0.05)
-
-
 def _wait_until_idle(hosts: TwoHosts, seconds: float) -> None:
     """Until nothing runs on either host any more."""
-    _wait_until(lambda: [*hosts.lab.processes(0), *hosts.lab.processes(1)], seconds)
+    wait_until(lambda: not [*hosts.lab.processes(0), *hosts.lab.processes(1)], seconds)
 
 
 def test_a_job_is_looked_at_stopped_and_gone_on_with_over_both_hosts(hosts: TwoHosts) -> None:
@@ -96,7 +87,7 @@ def test_a_host_that_is_cut_off_ends_the_job_with_who_waited_for_whom(hosts: Two
         pattern = r"autopsy: All ranks posted the operation that rank \d waited \d+ s for .*a link may be broken\."
         text = job.wait(lambda text: bool(re.search(pattern, text)), DEADLINE_SECONDS + _GRACE_SECONDS)
         assert re.search(r"\[\d/2@h\d\] no completion within the deadline of 4 s: ", text), text
-        _wait_until(lambda: [*hosts.ranks(0), *hosts.ranks(1)], DEADLINE_SECONDS + _GRACE_SECONDS)
+        wait_until(lambda: not [*hosts.ranks(0), *hosts.ranks(1)], DEADLINE_SECONDS + _GRACE_SECONDS)
         if flavour() == "MPICH":  # Open MPI's mpiexec goes on to wait for its own process on the other host
             assert job.code(_GRACE_SECONDS) not in (0, 85), job.text
     finally:

@@ -23,7 +23,7 @@ from hpctrain.launch.control_groups import (
 )
 from hpctrain.launch.processes import ProcessMark, ProcessStatus, WatchedProcess, launchers, status_of
 from hpctrain.launch.scheduler import SchedulerJob, age_seconds, own_job, slurm_seconds_left
-from hpctrain_testing.run import run_job
+from hpctrain_testing.run import run_job, wait_until
 
 MEMINFO = "MemTotal: 100 kB\nMemAvailable:      50 kB\n"
 
@@ -193,10 +193,7 @@ def test_a_process_is_watched_in_looks() -> None:
 
 
 def _until(process: int, states: str) -> None:
-    end = time.monotonic() + 20
-    while (status := status_of(process)) is not None and status.state not in states:
-        assert time.monotonic() < end
-        time.sleep(0.01)
+    wait_until(lambda: (status := status_of(process)) is None or status.state in states)
 
 
 @pytest.mark.parametrize(

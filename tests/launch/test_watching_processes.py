@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from hpctrain.core.text import place
-from hpctrain_testing.run import Outcome, clean_environment, patched_program, run_job
+from hpctrain_testing.run import Outcome, clean_environment, patched_program, run_job, wait_until
 from tests.support.signal_storm import prepare
 
 pytestmark = pytest.mark.job
@@ -199,14 +199,7 @@ def test_a_killed_keeper_takes_its_rank_along() -> None:
         assert child != keeper.pid
         keeper.kill()
         keeper.wait()
-        _await_end(child)
-
-
-def _await_end(process: int) -> None:
-    end = time.monotonic() + 120
-    while _lives(process) and time.monotonic() < end:
-        time.sleep(0.01)
-    assert not _lives(process)
+        wait_until(lambda: not _lives(child), 120)
 
 
 def _lives(process: int) -> bool:
@@ -234,7 +227,7 @@ def test_a_rank_whose_launcher_is_gone_or_stopped_is_ended(number: signal.Signal
         child = int(launcher.stdout.readline())
         launcher.send_signal(number)
         assert launcher.wait(60) == -signal.SIGKILL
-        _await_end(child)
+        wait_until(lambda: not _lives(child), 120)
         assert f"({launcher.pid}) {'has ended' if number == signal.SIGKILL else 'was stopped'}" in launcher.stderr.read()
 
 

@@ -11,7 +11,6 @@ import signal
 import subprocess
 import sys
 import sysconfig
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ import hpctrain
 from hpctrain.job.session import ranges
 from hpctrain.launch.process_end import SIGNALLED, STOPPED, USER_ERROR
 from hpctrain.runs.directory import latest
+from hpctrain_testing.run import processes_with, wait_until
 from tests.support.signal_storm import final_tensors, prepare, same_bits
 from tests.support.slurm_cluster import NODES, SlurmCluster, SlurmJob, SlurmUser, missing, slurm_cluster
 from tests.support.stand_ins import edited
@@ -149,27 +149,15 @@ def test_a_second_cluster_ends_with_the_process_that_brought_it_up(
     top = Path(__file__).parents[2]
     environment = {**user.environment, "PYTHONPATH": str(top)}
     command = [sys.executable, "-c", _BRINGS_UP, str(tmp_path / "other")]
+    of_cluster = f"SLURM_CONF={tmp_path}/other/slurm.conf"
     with subprocess.Popen(command, cwd=tmp_path, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         while process.stdout.readline() not in (b"up\n", b""):
             pass
-        assert _processes(tmp_path / "other")
+        assert processes_with(of_cluster)
         process.send_signal(number)
-    end = time.monotonic() + 30
-    while _processes(tmp_path / "other"):
-        assert time.monotonic() < end, _processes(tmp_path / "other")
-        time.sleep(0.05)
+    wait_until(lambda: not processes_with(of_cluster))
     assert "is UP" in user.run("scontrol", "ping")
-
-
-def _processes(folder: Path) -> list[str]:
-    """The commands of the processes that talk to the cluster of a folder."""
-    commands, mark = [], f"SLURM_CONF={folder}/slurm.conf".encode()
-    for process in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            if mark in (process / "environ").read_bytes().split(b"\0"):
-                commands.append((process / "cmdline").read_bytes().replace(b"\0", b" ").decode())
-    return commands
 
 
 @pytest.mark.sample(1)

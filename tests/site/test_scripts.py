@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,6 +22,7 @@ from hpctrain.core.errors import ConfigError, LaunchError
 from hpctrain.site import profile as profile_files
 from hpctrain.site.job import JobFiles, JobRequest, Submission, job_files, plan_job, render, submit
 from hpctrain.site.profile import ScratchFields, SetupFields, VariableFields
+from hpctrain_testing.run import wait_until
 from tests.run.test_saved_runs import DOUBLE_HOUR, clock
 from tests.support import stand_ins
 from tests.support.job_scripts import SITES
@@ -260,13 +260,6 @@ def test_a_machine_without_the_scheduler_is_one_sentence(folder: Path, monkeypat
         _submit(site, JobRequest(1, account="mine"))
 
 
-def _wait(reached: Callable[[], bool]) -> None:
-    end = time.monotonic() + 30
-    while not reached():
-        assert time.monotonic() < end
-        time.sleep(0.05)
-
-
 def _runs(process: int) -> bool:
     return Path(f"/proc/{process}").exists()
 
@@ -277,7 +270,7 @@ def test_without_a_scheduler_it_runs_in_the_background(folder: Path, monkeypatch
     monkeypatch.setenv("TRAIN_STATUS", str(status))
     monkeypatch.setattr("hpctrain.site.job._python_environment", lambda: "")
     submission, script = _submit("local", JobRequest(1, 2))
-    _wait(lambda: not _runs(int(submission.number)))
+    wait_until(lambda: not _runs(int(submission.number)))
     assert [call[0] for call in stand_ins.calls(folder)] == ["mpiexec", "python", "python"] * 2
     log = script.with_suffix(".log")
     commands = (f"  tail -F {log}", f"  kill -USR1 {submission.number}")
@@ -292,7 +285,7 @@ def test_a_submitted_job_has_a_session_of_its_own(folder: Path, monkeypatch: pyt
     submission, _ = _submit("local", JobRequest(1, 1))
     process = int(submission.number)
     try:
-        _wait(lambda: os.getsid(process) == process)
+        wait_until(lambda: os.getsid(process) == process)
     finally:
         os.kill(process, signal.SIGKILL)
         for call in Path("/proc").glob("[0-9]*/stat"):  # what it has started is of that session, too

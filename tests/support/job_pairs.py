@@ -9,7 +9,6 @@ bits of an undisturbed run.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import random
@@ -24,7 +23,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
-import psutil
 
 from hpctrain.launch.process_end import FINISHED, USER_ERROR
 from hpctrain.runs.owner import owners
@@ -79,15 +77,6 @@ class Job(StartedJob):
         code, said = super().end(patience_seconds)
         logs = () if self._logs is None else self._logs.glob("*.log")
         return code, said + "".join(path.read_text(errors="replace") for path in logs)
-
-    def kill(self) -> None:
-        """Kill all processes that it started, if it still runs. Ranks of a launcher may have sessions of their own."""
-        if self.process.poll() is None:
-            children = psutil.Process(self.process.pid).children(recursive=True)
-            super().kill()
-            for child in children:
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    child.kill()
 
 
 class SeenCheckpoints:

@@ -12,10 +12,8 @@ import itertools
 import os
 import random
 import shutil
-import signal
 import sys
 import time
-import uuid
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -24,7 +22,6 @@ from signal import Signals
 from typing import Any
 
 import numpy as np
-import psutil
 
 from hpctrain.launch.process_end import FINISHED, STOPPED
 from hpctrain.launch.process_start import HELD, STOPS
@@ -35,7 +32,6 @@ from tests.support.newest_checkpoint import read_newest
 
 QUIET = tuple(number for number in HELD if number not in STOPS)
 
-_MARK = "STORM_JOB"
 _GAP_SECONDS = (0.1e-3, 0.7e-3)
 # Of one burst: SIGINT and SIGTERM that come later than AGAIN_SECONDS mean something else.
 _BURST_SECONDS = 2.0
@@ -83,7 +79,6 @@ class StormJob(StartedJob):
     """A job of the program that is started here, and whose processes get signals."""
 
     def __init__(self, folder: Path, setting: Setting, output: str, *more: str) -> None:
-        self._token = uuid.uuid4().hex
         threads = str(setting.threads)
         pools = {"OMP_NUM_THREADS": threads, "OPENBLAS_NUM_THREADS": threads, "OMP_WAIT_POLICY": "passive"}  # they share cores
         command = [sys.executable, "-m", "mpi4py", "-m", "hpctrain", "train", str(folder / "storm.yaml")]
@@ -91,7 +86,7 @@ class StormJob(StartedJob):
         self.ranks = max(1, setting.ranks)
         if setting.ranks:
             command = [find_mpiexec() or "mpiexec", "-n", str(setting.ranks), *command]
-        super().__init__(command, folder, {_MARK: self._token, **pools})
+        super().__init__(command, folder, pools)
 
     def targets(self) -> list[int]:
         """The ranks' processes that hold signals back."""
@@ -127,25 +122,9 @@ class StormJob(StartedJob):
         """Exit code and output, once it has ended; a job that does not is ended, with code -9."""
         return super().end(patience_seconds)
 
-    def kill(self) -> None:
-        for pid in self.processes() if self.process.poll() is None else ():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        super().kill()
-
     def processes(self) -> list[int]:
         """The processes of its ranks, and their keepers."""
         return [pid for pid in self.started_processes() if _is_rank(pid)]
-
-    def started_processes(self) -> list[int]:
-        """All processes that it has started and that still run, the launcher's too."""
-        mark = f"{_MARK}={self._token}".encode()
-        processes = []
-        for pid in psutil.pids():
-            with contextlib.suppress(OSError):
-                if mark in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
-                    processes.append(pid)
-        return processes
 
 
 def _is_rank(pid: int) -> bool:

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpctrain_testing.run import clean_environment
+from hpctrain_testing.run import clean_environment, wait_until
 
 PROGRAMS = (
     *("slurmctld", "slurmd", "sbatch", "sbcast", "srun", "scontrol", "scancel", "sinfo", "munged"),
@@ -216,12 +216,10 @@ def _power_off(node: subprocess.Popen[bytes]) -> None:
 
 
 def _wait_until(ready: Callable[[], bool], folder: Path, what: str) -> None:
-    end = time.monotonic() + _START_SECONDS
-    while not ready():
-        if time.monotonic() > end:
-            logs = "\n".join(f"{path.name}: {path.read_text(errors='replace')[-800:]}" for path in sorted(folder.glob("*.out")))
-            raise RuntimeError(f"Slurm: {what} not there after {_START_SECONDS} s.\n{logs}")
-        time.sleep(0.1)
+    def logs() -> list[str]:
+        return [what, *(f"{path.name}: {path.read_text(errors='replace')[-800:]}" for path in sorted(folder.glob("*.out")))]
+
+    wait_until(ready, _START_SECONDS, logs)
 
 
 def _sinfo(environment: Mapping[str, str]) -> str:

@@ -11,14 +11,13 @@ import os
 import re
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from hpctrain_testing.lab import Lab
 from hpctrain_testing.lab import missing as missing_for_a_lab
-from hpctrain_testing.run import clean_environment, find_mpiexec
+from hpctrain_testing.run import clean_environment, find_mpiexec, wait_until
 from tests.support.tiny_runs import prepare, tiny
 
 HOSTS = ("h0", "h1")
@@ -69,11 +68,8 @@ class HostJob:
 
     def wait(self, reached: Callable[[str], bool], seconds: float = _PATIENCE_SECONDS) -> str:
         """Return the log once `reached` is true of it, which must happen within `seconds`."""
-        end = time.monotonic() + seconds
-        while not reached(text := self.text):
-            assert time.monotonic() < end, f"The job does not get on within {seconds} s:\n{text}"
-            time.sleep(0.05)
-        return text
+        wait_until(lambda: reached(self.text), seconds, lambda: self.text)
+        return self.text
 
     def code(self, seconds: float = _PATIENCE_SECONDS) -> int:
         """The exit code, once the job has ended."""
