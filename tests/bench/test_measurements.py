@@ -120,13 +120,8 @@ def test_lines_of_onednn_are_read() -> None:
 
 
 CONFIG = """
-model: {{name: small, channels: [4, 6], hidden: 9}}
-data: {{train: {train}, augment: [{augment}]}}
-batch: {batch}
-epochs: 1
-optimizer: {{name: sgd, lr: 0.05}}
-schedule: constant
-backend: numpy
+{{model: {{name: small, channels: [4, 6], hidden: 9}}, data: {{train: {train}, augment: [{augment}]}}, batch: {batch}, epochs: 1,
+ optimizer: {{name: sgd, lr: 0.05}}, schedule: constant, backend: numpy}}
 """
 
 

@@ -21,27 +21,13 @@ GRIDS = ("quickstart-grid",)
 NAMES = sorted(path.stem for path in CONFIGS.glob("*.yaml"))
 
 AGAINST_ALL = """
-name: tiny
-backend: numpy
-model: {name: small, channels: [4], hidden: 9, dropout: 0.2}
-init: {weights: nowhere.safetensors, ignore: ["*.bias"], freeze: ["stage1.*"]}
-data:
-  train: nowhere.h5
-  test: nowhere-else.h5
-  augment: [{name: pad_crop, padding: 1}, flip]
-  mixing: {mixup: 0.2, cutmix: 1.0}
-batch: 512
-micro_batches: 2
-epochs: 40
-optimizer: {name: adamw, lr: 0.01, clip_norm: 1.0}
-schedule: {name: step, milestones_epochs: [4, 30], warmup_epochs: 3}
-ema: {decay: 0.9}
-early_stop: {patience: 1, metric: ema_top1}
-checkpoint: {best: ema_loss, layout: sharded}
-averager: {name: lazy, layers: 1}
-evaluate: {batch: 1000}
-max_time: slurm
-deadline_seconds: 30
+{name: tiny, backend: numpy, model: {name: small, channels: [4], hidden: 9, dropout: 0.2}, batch: 512, epochs: 40,
+ micro_batches: 2, init: {weights: nowhere.safetensors, ignore: ["*.bias"], freeze: ["stage1.*"]},
+ optimizer: {name: adamw, lr: 0.01, clip_norm: 1.0}, schedule: {name: step, milestones_epochs: [4, 30], warmup_epochs: 3},
+ ema: {decay: 0.9}, early_stop: {patience: 1, metric: ema_top1}, checkpoint: {best: ema_loss, layout: sharded},
+ data: {train: nowhere.h5, test: nowhere-else.h5, augment: [{name: pad_crop, padding: 1}, flip],
+        mixing: {mixup: 0.2, cutmix: 1.0}},
+ averager: {name: lazy, layers: 1}, evaluate: {batch: 1000}, max_time: slurm, deadline_seconds: 30}
 """
 
 

@@ -134,21 +134,10 @@ class Steps(Reporter):
 '''
 
 CONFIG = """
-name: own
-seed: 7
-backend: numpy
-model: {name: "MODULE:model", features: 5}
-data:
-  train: train.h5
-  test: test.h5
-  augment: [{name: "MODULE:Darken", least: 0.75}, flip]
-batch: 16
-epochs: 2
-optimizer: {name: "MODULE:SignDescent", lr: 0.05, scale: 0.2}
-schedule: {name: "MODULE:Halving", warmup_epochs: 0.5}
-averager: MODULE:Average
-metrics: {interval_seconds: 0.01, reporters: ["MODULE:Steps"]}
-deadline_seconds: 30
+{name: own, seed: 7, backend: numpy, model: {name: "MODULE:model", features: 5}, batch: 16, epochs: 2,
+ data: {train: train.h5, test: test.h5, augment: [{name: "MODULE:Darken", least: 0.75}, flip]},
+ optimizer: {name: "MODULE:SignDescent", lr: 0.05, scale: 0.2}, schedule: {name: "MODULE:Halving", warmup_epochs: 0.5},
+ averager: "MODULE:Average", metrics: {interval_seconds: 0.01, reporters: ["MODULE:Steps"]}, deadline_seconds: 30}
 """
 
 

@@ -23,14 +23,7 @@ from hpctrain.process.rank import RankProcess
 from hpctrain.process.start import load_config
 from hpctrain.run import messages
 
-TEXT = """
-model: small
-data: {train: train.h5}
-batch: 12
-epochs: 1
-optimizer: {name: sgd, lr: 0.1}
-schedule: constant
-"""
+TEXT = "{model: small, data: {train: train.h5}, batch: 12, epochs: 1, optimizer: {name: sgd, lr: 0.1}, schedule: constant}"
 
 
 def test_before_the_world_its_launcher_knows_the_rank() -> None:

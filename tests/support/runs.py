@@ -130,24 +130,11 @@ GRIDS = {
 }
 
 CONFIG = """
-name: tiny
-seed: 7
-backend: numpy
-dtype: {dtype}
-progress: test
-model: {{name: small, channels: [4, 6], hidden: 9}}
-data:
-  train: {folder}/train.h5
-  test: {folder}/test.h5
-  augment: [{{name: pad_crop, padding: 1}}]
-  evaluate_augment: [{{name: center_crop, size: 9}}]
-batch: 8
-epochs: 1
-optimizer: {{name: sgd, lr: 0.05, momentum: 0.9}}
-schedule: constant
-checkpoint: {{layout: {layout}}}
-deadline_seconds: 60
-output: {folder}/runs
+{{name: tiny, seed: 7, backend: numpy, dtype: {dtype}, progress: test, model: {{name: small, channels: [4, 6], hidden: 9}},
+ data: {{train: {folder}/train.h5, test: {folder}/test.h5, augment: [{{name: pad_crop, padding: 1}}],
+        evaluate_augment: [{{name: center_crop, size: 9}}]}},
+ batch: 8, epochs: 1, optimizer: {{name: sgd, lr: 0.05, momentum: 0.9}}, schedule: constant,
+ checkpoint: {{layout: {layout}}}, deadline_seconds: 60, output: {folder}/runs}}
 """
 
 
