@@ -174,15 +174,6 @@ def test_workflows_run_targets_with_few_rights(path: Path) -> None:
         assert ("run" in step) != bool(re.fullmatch(r"actions/[\w-]+@v\d+", step.get("uses", "")))
 
 
-def test_a_tag_builds_a_release_and_the_site_and_keeps_both() -> None:
-    workflow = _loaded(TOP / ".github" / "workflows" / "release.yml")
-    assert workflow[True] == {"push": {"tags": ["v*"]}}  # YAML reads the key `on` as a truth value
-    (job,) = workflow["jobs"].values()
-    assert [step["run"] for step in job["steps"] if "run" in step] == ["make release", "make site"]
-    assert [step["with"]["path"] for step in job["steps"] if "upload" in step.get("uses", "")] == ["build/dist", "build/site"]
-    assert [step["env"] for step in job["steps"] if "env" in step] == [{"TAG": "${{ github.ref_name }}"}]
-
-
 @pytest.mark.parametrize("path", FORMS, ids=lambda path: path.name)
 def test_forms_of_issues_are_forms(path: Path) -> None:
     """Alone finds a form that GitHub would not show: a field without a name, or two of one name."""

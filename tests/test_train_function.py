@@ -134,7 +134,6 @@ def test_a_call_returns_what_the_run_recorded_and_leaves_no_trace(config: dict[s
 def test_the_second_of_two_calls_has_the_bits_of_a_process_of_its_own(
     job: Callable[..., Outcome], tmp_path: Path, ranks: int
 ) -> None:
-    """Neither a first call nor an error changes a second call, and MPI does not end with the first."""
     (tmp_path / "config.json").write_text(json.dumps({**CONFIG, "schedule": PLATEAU}))
     (tmp_path / "program.py").write_text(PROGRAM)
     outputs = [tmp_path / name for name in ("first", "second", "command")]
@@ -150,7 +149,6 @@ def test_the_second_of_two_calls_has_the_bits_of_a_process_of_its_own(
 
 
 def test_a_callback_stops_a_run_which_resumes_to_the_bits_of_one_that_was_not_stopped(config: dict[str, Any]) -> None:
-    """A stop by the callback keeps the checkpoint of its epoch, from which the run resumes."""
     stopped = hpctrain.train(config, on_epoch=lambda values: values["epoch"] == 2)
     assert (stopped.epochs, stopped.stopped, len(stopped.history)) == (2, "on_epoch", 2)
     resumed = hpctrain.train(config, resume=stopped.directory, on_epoch=lambda values: True)
@@ -174,7 +172,6 @@ def test_a_finished_run_trains_for_more_epochs(config: dict[str, Any], capsys: p
 def test_without_progress_nothing_is_printed_but_warnings(
     config: dict[str, Any], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A quiet training prints no lines of the start, of epochs or of the end, but a busy machine."""
     others = [0]
     monkeypatch.setattr(
         "hpctrain.launch.threads.node_load", lambda launcher, threads: NodeLoad(others[-1], launcher.local_size or 1, threads, 1)
@@ -195,7 +192,6 @@ def test_without_progress_nothing_is_printed_but_warnings(
 
 
 def test_a_rate_that_no_step_uses_is_not_announced(config: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
-    """No line on the learning rate follows the last epoch."""
     config["schedule"] = PLATEAU
     hpctrain.train(config, style="lines")
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("learning rate")]
@@ -203,7 +199,6 @@ def test_a_rate_that_no_step_uses_is_not_announced(config: dict[str, Any], capsy
 
 
 def test_a_reduced_rate_goes_on_after_a_resume(config: dict[str, Any]) -> None:
-    """Checkpoints contain the state of the schedule, from which the rate follows."""
     config["schedule"] = PLATEAU
     stopped = hpctrain.train(config, on_epoch=lambda values: values["epoch"] == 2)
     resumed = hpctrain.train(config, resume=stopped.directory)
@@ -212,8 +207,6 @@ def test_a_reduced_rate_goes_on_after_a_resume(config: dict[str, Any]) -> None:
 
 
 def test_an_exception_of_the_callback_is_raised_once_its_epoch_has_a_checkpoint(config: dict[str, Any], tmp_path: Path) -> None:
-    """A pruned trial keeps its checkpoint, and the caller receives its own exception."""
-
     class PrunedError(Exception):
         pass
 
@@ -248,7 +241,6 @@ def test_a_request_to_stop_is_delivered_again_after_a_checkpoint(config: dict[st
 def test_a_request_to_stop_ends_a_script(
     job: Callable[..., Outcome], config: dict[str, Any], tmp_path: Path, ranks: int, name: str, code: int
 ) -> None:
-    """No later training of the script starts."""
     config |= {"epochs": 500, "evaluate": {"every_epochs": 0}}
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "program.py").write_text(STOPPED_PROGRAM)
@@ -303,11 +295,3 @@ def test_a_fault_is_an_exception_with_the_sentence_of_the_command(
         with pytest.raises(hpctrain.HpctrainError) as caught:
             hpctrain.train(config, **changes)
         assert words in str(caught.value)
-
-
-def test_modules_of_training_are_imported_next_to_the_function() -> None:
-    """No package has the name of the function, since `import ... as` would not reach its modules."""
-    import hpctrain.training.step as step
-
-    assert step.__name__ == "hpctrain.training.step"
-    assert callable(hpctrain.train)

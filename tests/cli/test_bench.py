@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ from hpctrain.bench import data as measurement
 from hpctrain.bench.data import AUGMENT, NORMALISE, READ, WHOLE, DataRates, StageRate
 from hpctrain.cli.bench import RankCounts, rates_table
 from hpctrain.cli.main import cli
-from hpctrain.planner.costs import machine_file
 from hpctrain.runs.directory import RunDirectory
 from hpctrain.storage import checkpoint
 from hpctrain_testing.run import Outcome
@@ -55,13 +53,6 @@ def test_a_run_of_several_ranks_ends_with_an_account_of_its_steps(job: Start, fo
         assert text in whole.partition("step time ")[2]
     assert "predict" not in outcome.stdout
     assert not [name for name in record if "predict" in name or name == "machine"]
-
-
-def test_one_rank_has_an_account_of_its_steps_without_messages(folder: Path) -> None:
-    outcome, run = _train(0, folder, "epochs=5")
-    (record,) = [line for line in run.metrics() if line["kind"] == "steps"]
-    assert record["measured_exposed_seconds"] == 0
-    assert "communication" not in outcome.stdout.partition("step time ")[2].partition("peak")[0]
 
 
 @pytest.mark.parametrize("ranks", [0, 3])
@@ -230,21 +221,3 @@ def test_numbers_are_read_each_once_in_order(text: str, counts: tuple[int, ...])
 def test_what_is_no_number_of_ranks_is_refused(text: str) -> None:
     with pytest.raises(click.BadParameter):
         RankCounts().convert(text, None, None)
-
-
-@pytest.mark.job
-@pytest.mark.thorough  # tests/run measures a machine for runs that choose
-def test_two_ranks_measure_the_link_between_them(job: Callable[..., Outcome], tmp_path: Path) -> None:
-    out = tmp_path / "here.yaml"
-    done = job(2, ["-m", "hpctrain", "calibrate", "--seconds", "8", "--threads", "1", "--out", str(out)])
-    assert done.code == 0, done.output
-    machine = machine_file.read(out)
-    assert machine.ranks_per_node == 2
-    assert machine.sources["within.segments"].startswith("measured on ")
-    assert machine.sources["between.segments"].startswith("not measured: one node")
-    small, large = (
-        segment.alpha_seconds + n_bytes * segment.beta_seconds_per_byte
-        for n_bytes in (1 << 10, 1 << 20)
-        for segment in (machine.within.segment(n_bytes),)
-    )
-    assert large > small > 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -11,8 +10,6 @@ import pytest
 
 from hpctrain.runs import directory as best_record
 from hpctrain.runs.directory import BestRecord, RunDirectory
-from hpctrain.storage import checkpoint
-from tests.support.run_in_process import Killed
 from tests.support.tiny_runs import hpctrain, newest_run, prepare, tiny, whole_lines
 
 pytestmark = pytest.mark.slow
@@ -63,49 +60,6 @@ def test_eval_and_resume_take_the_best(folder: Path) -> None:
     assert f"resumed at epoch {best.epoch + 1}, step {best.step}\n" in resumed.stdout
     assert _accuracies(run) == accuracies, "the same bits again"
     assert (_best(run), (folder / path).read_bytes()) == (best, before)
-
-
-def _killed_at_deletion(number: int, train: Callable[[], object]) -> None:
-    """The run ends where a deletion of old checkpoints, the one of this number, begins."""
-    prune, calls = checkpoint.prune, []
-
-    def pruned(directory: Path, *arguments: object) -> object:
-        calls.append(1)
-        if len(calls) == number:
-            raise Killed
-        return prune(directory, *arguments)  # type: ignore[arg-type]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checkpoint, "prune", pruned)
-        with pytest.raises(Killed):
-            train()
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("layout", ["single", "sharded"])
-def test_a_run_killed_before_it_deletes_keeps_both_and_ends_alike(folder: Path, layout: str) -> None:
-    """Each checkpoint is written, and the job killed before the deletion of old ones; the run goes on, and is killed again."""
-    options = (f"checkpoint.layout={layout}", "checkpoint.asynchronous=false")
-    hpctrain(2, folder, "train", *options, "output=whole")
-    whole = newest_run(folder, "whole")
-    accuracies = _accuracies(whole)
-
-    def best_until(step: int) -> int:
-        return max((each for each in accuracies if each <= step), key=lambda each: (accuracies[each], -each))
-
-    written: list[int] = []
-    for _ in range(3):
-        _killed_at_deletion(1 + len(written) % 2, lambda: hpctrain(2, folder, "train", *options, "--resume", "auto"))
-        there = [step for step, _ in checkpoint.checkpoints(newest_run(folder).checkpoints)]
-        written.append(there[-1])
-        assert best_until(there[-1]) in there
-        assert best_until(there[-1] - 1 if there[-1] > min(accuracies) else there[-1]) in there
-    assert written == sorted(set(written)), "each attempt came to another checkpoint"
-    hpctrain(2, folder, "train", *options, "--resume", "auto")
-    ours, theirs = (sorted(path.name for path in each.checkpoints.iterdir()) for each in (newest_run(folder), whole))
-    assert ours == theirs
-    assert _best(newest_run(folder)) == _best(whole)
-    assert json.dumps(checkpoint.read(whole.checkpoints / _best(whole).checkpoint).meta["evaluations"])
 
 
 def _evaluations(run: RunDirectory) -> list[dict[str, object]]:

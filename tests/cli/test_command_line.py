@@ -19,7 +19,7 @@ import yaml
 from click.testing import CliRunner
 
 from hpctrain.assembly import options
-from hpctrain.cli.arguments import OVERRIDES, FilePath, Finite, OutputFile, complete_sites, examples, keys
+from hpctrain.cli.arguments import FilePath, Finite, OutputFile, complete_sites, examples, keys
 from hpctrain.cli.config import KINDS
 from hpctrain.cli.main import cli
 from hpctrain.config.load import known_paths, section_at
@@ -96,16 +96,6 @@ def test_names_begin_as_was_typed() -> None:
     assert complete_sites(_CONTEXT, _PARAMETER, "perl") == ["perlmutter-cpu", "perlmutter-gpu"]
     assert "configs/quickstart.yaml" in examples(_CONTEXT, _PARAMETER, "configs/quick")
     assert examples(_CONTEXT, _PARAMETER, "quick") == []
-
-
-def test_the_commands_use_them() -> None:
-    @click.command()
-    @OVERRIDES
-    def any_command(overrides: tuple[str, ...]) -> None:
-        """Do nothing."""
-
-    (argument,) = any_command.params
-    assert [item.value for item in argument.shell_complete(_CONTEXT, "epo")] == ["epochs="]
 
 
 #: texts that may be a path
@@ -264,7 +254,6 @@ def test_names_come_with_a_sentence_each_and_fit_80_columns(kind: str) -> None:
 
 @pytest.mark.slow
 def test_models_come_with_their_sizes_and_families_with_a_sentence_in_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each name has a row with the figures of its model, and no table is cut off."""
     monkeypatch.setattr(sizes, "size_of_model", functools.cache(sizes.size_of_model))
     result = CliRunner().invoke(cli, ["list", "models"], env={"COLUMNS": "80"})
     assert result.exit_code == 0, result.output

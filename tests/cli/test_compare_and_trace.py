@@ -36,7 +36,6 @@ def test_two_runs_are_compared_on_80_columns(tmp_path: Path) -> None:
 
 
 def test_commands_that_read_a_run_take_the_newest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Would find a command that requires a run, or whose default is another run."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TMPDIR", str(tmp_path))  # other processes start and end meanwhile
     runs = [write_run(tmp_path / "runs") for _ in range(3)]
@@ -56,12 +55,6 @@ def test_commands_that_read_a_run_take_the_newest(tmp_path: Path, monkeypatch: p
     assert f"1: {old}\n2: {new}\n" in CliRunner().invoke(cli, ["compare"]).output
     write_run(tmp_path / "runs")  # without a checkpoint
     assert file.name in CliRunner().invoke(cli, ["checkpoint", "list"]).output
-
-
-def test_programs_get_json(tmp_path: Path) -> None:
-    runs = [str(write_run(tmp_path).path) for _ in range(3)]
-    done = CliRunner().invoke(compare, [*runs, "--json"])
-    assert len(json.loads(done.output)["runs"]) == 3
 
 
 def test_the_step_at_which_hashes_part_is_reported_to_people_and_programs(tmp_path: Path) -> None:

@@ -136,11 +136,15 @@ def test_check_names_missing_data_files_and_the_nearest_ones(tmp_path: Path, mon
 
 
 @pytest.mark.job
-def test_check_needs_neither_mpi_nor_data() -> None:
+@pytest.mark.parametrize(
+    "words",
+    [["config", "check", str(CONFIGS[0]), "data.train=nowhere.h5"], ["plan", "show", str(CONFIGS[0]), "--ranks", "4"]],
+)
+def test_what_runs_nothing_needs_neither_mpi_nor_data(words: list[str]) -> None:
     """Under a launcher's environment, with data files that do not exist, and without importing mpi4py."""
     code = (
         "import sys; from hpctrain.cli.main import cli\n"
-        f"try: cli(['config', 'check', {str(CONFIGS[0])!r}, 'data.train=nowhere.h5'])\n"
+        f"try: cli({words})\n"
         "except SystemExit as end: assert not end.code, end.code\n"
         "assert not any(name.startswith('mpi4py') for name in sys.modules)"
     )

@@ -252,7 +252,6 @@ _IMAGES, _LABELS = np.arange(6 * 8 * 8, dtype=np.uint8).reshape(6, 8, 8, 1), np.
 
 @pytest.mark.parametrize("name", _FOREIGN)
 def test_damaged_foreign_files_end_in_words(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every reader of a file from elsewhere returns its content, or raises an error that the user can fix."""
     monkeypatch.chdir(tmp_path)
     make, command = _FOREIGN[name]
     for case in range(4 * _CASES):

@@ -5,7 +5,6 @@ Nodes with unlike files are made up in tests/doctor; all else is staged for real
 
 from __future__ import annotations
 
-import contextlib
 import json
 import subprocess
 import sys
@@ -158,13 +157,6 @@ def test_a_mistake_is_a_sentence(job: Job, folder: Path) -> None:
     assert "Traceback" not in outcome.output
 
 
-def test_warnings_count_where_the_user_is_strict(job: Job, folder: Path) -> None:
-    env = {"TMPDIR": "/nowhere/scratch"}
-    strict = job(0, [*DOCTOR, "--strict"], cwd=folder, env=env, timeout_seconds=150)
-    assert strict.code == USER_ERROR
-    assert "Warnings count here: no faults and " in strict.stdout
-
-
 def test_ranks_of_a_wrong_launcher_are_named_once(folder: Path) -> None:
     """Each has a world of its own: the first one of the launcher speaks, and the others leave in silence."""
     processes = [alone(folder, of_open_mpi(rank)) for rank in (0, 1)]
@@ -231,16 +223,6 @@ def test_a_run_directory_that_takes_nothing_is_named(job: Job, folder: Path, mou
         assert "No space left on device" in found["run-directory"]["sentence"]
         assert found["run-directory"]["fix"].startswith("Free space")
     assert not list(place.iterdir()), "the probe is gone"
-
-
-def test_a_full_scratch_is_named(job: Job, folder: Path, mounted: Callable[[str], Path]) -> None:
-    disk = mounted("size=64k")
-    with contextlib.suppress(OSError), (disk / "filler").open("wb", buffering=0) as file:
-        while True:
-            file.write(bytes(4096))
-    found = examined(job, folder, env={"TMPDIR": str(disk)})
-    assert f"{disk} (TMPDIR) has 0 bytes left." in found["full-scratch"]["sentence"]
-    assert f"Free space in {disk}" in found["full-scratch"]["fix"]
 
 
 def of_several_programs(folder: Path, programs: Sequence[Sequence[str]]) -> Outcome:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import shlex
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -98,16 +96,6 @@ def test_every_strategy_has_a_plan(averager: str) -> None:
         assert "one allreduce of all" in result.output
 
 
-@pytest.mark.job
-def test_no_mpi_is_needed() -> None:
-    code = (
-        "import sys; from click.testing import CliRunner; from hpctrain.cli.main import cli; "
-        f"assert CliRunner().invoke(cli, {['plan', 'show', VGG, '--ranks', '4', *IMAGENET]}).exit_code == 0; "
-        "assert 'mpi4py' not in sys.modules"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
-
-
 QUICKSTART, GRID = (str(CONFIGS / f"{name}.yaml") for name in ("quickstart", "quickstart-grid"))
 
 SMALL = ("model.width=0.25", "batch=8", "backend=numpy", "--machine", "xc40")
@@ -161,7 +149,6 @@ def test_the_written_file_is_the_first_choice_and_plans(tmp_path: Path) -> None:
 
 
 def test_ranks_per_node_are_compared_on_the_same_cores(tmp_path: Path) -> None:
-    """Find a command or a file whose ranks or threads differ from the choice in the table."""
     path = tmp_path / "fast.yaml"
     arguments = (QUICKSTART, *SMALL[:-1], "cpu-cluster", "batch=16", "--ranks", "8")
     result = run("search", *arguments, "--write", str(path))
@@ -195,15 +182,6 @@ def test_sections_that_are_kept_stay() -> None:
     assert choice["keys"]["plan"] == {"default": "batch", "stage*": "domain", "classifier.*": "model"}
     assert choice["keys"]["averager"]["name"] == "bucketed"
     assert choice["keys"]["micro_batches"] == 2
-
-
-def test_a_job_that_fits_nowhere_says_what_would_do(tmp_path: Path) -> None:
-    small = replace(machine_file.read("xc40"), memory_bytes=100_000)
-    machine_file.write(tmp_path / "small.yaml", small)
-    result = run("search", QUICKSTART, *SMALL, "--machine", str(tmp_path / "small.yaml"), "--ranks", "2")
-    assert result.exit_code == 2
-    assert "does not fit in memory on 2 ranks" in result.stderr
-    assert "the plan with the least memory needs" in result.stderr.replace("\n", " ")
 
 
 @pytest.mark.job
@@ -244,7 +222,6 @@ def test_the_table_has_a_line_for_each_number_of_ranks_and_says_that_it_is_simul
 
 
 def test_a_simulation_of_bfloat16_on_a_machine_of_float32_says_that_it_estimates() -> None:
-    """Would find a prediction of bfloat16 that does not state that its rates are estimates."""
     result = run("simulate", *SIMULATED, "precision=bfloat16", "--ranks", "1")
     assert result.exit_code == 0, result.output
     words = " ".join(result.stdout.split())
@@ -293,6 +270,7 @@ def test_a_grid_is_simulated_as_it_is_configured(tmp_path: Path) -> None:
     trace = json.loads((tmp_path / "trace.json").read_text())
     assert trace["otherData"]["simulated"] is True
     assert trace["otherData"]["ranks"] == 4
+    assert min(event["ts"] for event in trace["traceEvents"] if event["ph"] != "M") == 0.0
     processes = [event["args"]["name"] for event in trace["traceEvents"] if event["name"] == "process_name"]
     assert len(processes) == 2  # the ranks of a split group differ
     assert all(name.startswith("simulated: ") for name in processes)

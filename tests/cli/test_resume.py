@@ -233,15 +233,6 @@ def test_auto_goes_on_where_a_run_that_went_back_has_come_to(folder: Path) -> No
     assert "step 4, 52 of 75 images" in _train(folder, "--resume", str(aside), "--steps", "1", "batch=12").stdout
 
 
-def test_auto_does_not_start_a_new_run_over_damaged_checkpoints(folder: Path) -> None:
-    _train(folder, "--steps", "1")
-    for path in newest_run(folder).checkpoints.iterdir():
-        path.write_bytes(path.read_bytes()[:999])
-    outcome = _again(folder, code=2)
-    assert "damaged" in outcome.stderr
-    assert len(list((folder / "runs").iterdir())) == 1
-
-
 def test_norms_are_summed_where_only_the_resume_asks_for_them(folder: Path) -> None:
     """The checkpoint's schedule, which has no place for them, is not used then; nor one that has it without need."""
     for averager in ("sharded", "blocking"):

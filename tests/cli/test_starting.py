@@ -20,11 +20,10 @@ from hpctrain.cli.main import cli
 from hpctrain.core.errors import ConfigError
 from hpctrain.core.text import place, spans
 from hpctrain.process.start import names_rank
-from hpctrain.runs.directory import flight_directory
 from hpctrain_testing import faults, lab
 from hpctrain_testing.run import Outcome, patched_program
 from tests.support.job_pairs import Pair, Tally, draw_pairs, run_pairs
-from tests.support.tiny_runs import hpctrain, prepare, tiny
+from tests.support.tiny_runs import prepare, tiny
 
 Job = Callable[..., Outcome]
 
@@ -265,18 +264,6 @@ def test_a_killed_rank_was_silent_and_a_finished_job_finished(job: Job, folder: 
     assert max(map(len, result.output.splitlines())) <= 80
 
 
-@pytest.mark.slow
-def test_records_lie_where_the_configuration_says(folder: Path) -> None:
-    hpctrain(0, folder, "train", f"flight={folder}/local")
-    (run,) = (folder / "runs").iterdir()
-    assert flight_directory(run) == folder / "local" / run.name
-    assert _autopsy(folder).exit_code == 0
-    hpctrain(0, folder, "train", "flight=none", f"output={folder}/nowhere")
-    (run,) = (folder / "nowhere").iterdir()
-    assert not (run / "flight").exists()
-    assert CliRunner().invoke(cli, ["autopsy", str(run)]).exit_code == 2
-
-
 @given(st.sets(st.integers(0, 63), min_size=1))
 def test_lists_name_what_they_are_written_from(ranks: set[int]) -> None:
     for text in (spans(sorted(ranks)), ",".join(map(str, ranks))):
@@ -334,16 +321,6 @@ def test_named_ranks_have_files_with_all_that_they_log(job: Job, tmp_path: Path)
     evaluated = job(2, ["-m", "hpctrain", "eval", "faulty.yaml", "--checkpoint", str(run), "--log-ranks", "all"], cwd=tmp_path)
     assert evaluated.code == 0, evaluated.output
     assert (run / "logs" / "rank-0001.log").is_file()
-
-
-def test_a_rank_that_is_not_there_is_one_sentence(job: Job, tmp_path: Path) -> None:
-    faults.prepare(tmp_path)
-    outcome = job(2, ["-m", "hpctrain", "train", "faulty.yaml", "--log-ranks", "2"], cwd=tmp_path)
-    assert outcome.code == 2, outcome.output
-    sentence = "hpctrain: --log-ranks names rank 2, but the job has 2 ranks; the largest number is 1.\n"
-    assert outcome.stderr.count("hpctrain: ") == outcome.stderr.count(sentence) == 1
-    assert "name: faulty" in faults.CONFIG
-    assert not (tmp_path / "runs").exists()
 
 
 # Only of errors in Python mpi4py's runner knows; what the keeper sees is the same, whatever has started the rank.

@@ -29,7 +29,6 @@ from hpctrain.cli.simulation_tables import (
     print_search,
     print_whole,
     scaling_table,
-    search_dict,
 )
 from hpctrain.comm.link import LinkModel
 from hpctrain.parallel.parallel_plan import ParallelPlan
@@ -239,15 +238,6 @@ def test_all_lines_fit_but_the_command(capsys: pytest.CaptureFixture, monkeypatc
     assert any(line.startswith("   Compared with 1: 1 s longer") for line in lines)
     assert not any(line.startswith("Batch norm") for line in lines)  # its statistics are synchronised
     assert any("A rank needs up to 2 TB" in line for line in lines)
-
-
-def test_the_data_are_plain_and_as_many_as_asked_for() -> None:
-    content = json.loads(json.dumps(search_dict(outcome(), 1, "train")))
-    (choice,) = content["choices"]
-    assert content["simulated"] is True
-    assert (content["command"], content["estimated"], content["ranks"]) == ("train", 7, 4)
-    assert (choice["grid"], choice["step_seconds"], choice["loses"]) == ([2, 2], 12.5, None)
-    assert choice["keys"]["averager"] == {"name": "sharded", "fc_exchange": "never"}
 
 
 @pytest.mark.parametrize("columns", [20, 40, 80, 200])

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-import h5py
 import numpy as np
 import pytest
 
@@ -28,7 +26,6 @@ from tests.support.tiny_runs import (
     newest_checkpoint,
     newest_run,
     prepare,
-    sentence,
     tiny,
     whole_lines,
 )
@@ -221,37 +218,6 @@ def _without_times(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
     of_jobs = ("progress", "start", "resume", "data", "reads", "memory")
     kept = [record for record in records if record["kind"] not in of_jobs]
     return [{key: value for key, value in record.items() if key not in times} for record in kept]
-
-
-def _truncate(folder: Path) -> None:
-    path = folder / "train.h5"
-    path.write_bytes(path.read_bytes()[:3000])
-
-
-def _wrong_label(folder: Path) -> None:
-    with h5py.File(folder / "train.h5", "r+", locking=False) as file:
-        file["labels"][3] = 17
-
-
-MISTAKES: dict[str, tuple[Callable[[Path], object], list[str], str]] = {
-    "missing file": (nullcontext, ["data.train=nowhere.h5"], "nowhere.h5"),
-    "truncated file": (_truncate, [], "train.h5"),
-    "wrong label": (_wrong_label, [], "17"),
-    "class count": (nullcontext, ["model.classes=5"], "set model.classes to 3"),
-    "grid": (nullcontext, ["grid.rows=3", "grid.cols=5"], "grid"),
-    "small batch": (nullcontext, ["batch=1"], "the smallest batch is 2"),
-    "unknown key": (nullcontext, ["optimizer.momentun=0.9"], "momentum"),
-    "nan": (nullcontext, ["optimizer.lr=1e30"], "not finite"),
-}
-
-
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_is_one_sentence_and_leaves_nothing_half_written(folder: Path, mistake: str) -> None:
-    spoil, overrides, words = MISTAKES[mistake]
-    spoil(folder)
-    assert words in sentence(_train(2, folder, *overrides, code=2))
-    assert not list((folder / "runs").glob("*")) or mistake == "nan"
-    assert not list(folder.glob("runs/*/checkpoints/*"))
 
 
 SYNTHETIC = ("data.train=synthetic", "data.test=synthetic", "data.augment=[flip]")

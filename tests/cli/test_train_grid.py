@@ -78,15 +78,6 @@ def test_a_plan_trains_as_one_process(folder: Path, name: str) -> None:
 
 
 @pytest.mark.slow
-def test_local_statistics_are_those_of_a_split_group(folder: Path) -> None:
-    """2 ranks, and 2 split groups of 2: the same samples share statistics."""
-    local = ("batch_norm.statistics=local", "epochs=1")
-    hpctrain(2, folder, "train", *local, "output=ranks")
-    hpctrain(4, folder, "train", *MIXED, *local)
-    assert_close(newest_checkpoint(folder), newest_checkpoint(folder, "ranks"), 1e-10, 1e-13)
-
-
-@pytest.mark.slow
 def test_a_run_says_its_grid_traces_all_groups_and_is_evaluated_on_another(job: Start, folder: Path) -> None:
     """Over a real MPI."""
     trained = hpctrain(4, folder, "train", *MIXED, "trace=true", start=job)

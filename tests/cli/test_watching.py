@@ -53,6 +53,7 @@ def training(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[subproc
     wait_until(begun, 180)
     yield job.process
     job.kill()
+    job.end(60)
 
 
 def _run(folder: Path) -> RunDirectory:

@@ -21,7 +21,6 @@ from hpctrain.runs.directory import latest
 from hpctrain.storage import weights_file
 from hpctrain.storage.checkpoint import averaged_statistic_key, checkpoints, optimizer_key, parameter_key, read
 from hpctrain.storage.weights_file import WeightsFile
-from tests.support.newest_checkpoint import write_shards
 from tests.support.run_in_process import prepare, train
 
 
@@ -71,17 +70,6 @@ def test_a_run_is_exported_with_all_that_a_reader_must_know(run: Path, tmp_path:
     assert len(json.loads(content.metadata["mean"])) == 1
 
 
-def test_both_layouts_of_a_checkpoint_export_the_same(run: Path, tmp_path: Path) -> None:
-    source = checkpoints(run / "checkpoints")[-1][1]
-    write_shards(tmp_path / "c.shards", read(source), 3)
-    for name, path in (("a", source), ("b", tmp_path / "c.shards")):
-        done("export", path, "--out", tmp_path / f"{name}.safetensors")
-    one, other = (weights_file.read(tmp_path / f"{name}.safetensors") for name in ("a", "b"))
-    assert one.metadata == other.metadata
-    assert one.tensors.keys() == other.tensors.keys()
-    assert all(one.tensors[name].tobytes() == other.tensors[name].tobytes() for name in one.tensors)
-
-
 def test_the_best_checkpoint_is_taken_where_it_is_asked_for(run: Path, tmp_path: Path) -> None:
     record = best_record.read_best(run / "checkpoints")
     assert record is not None
@@ -128,18 +116,6 @@ def test_every_model_is_imported_to_the_last_bit(name: str, tmp_path: Path) -> N
     again = weights_file.read(tmp_path / "again.safetensors")
     assert all(again.tensors[key].tobytes() == array.tobytes() for key, array in state.items())
     assert again.metadata == content.metadata
-
-
-def test_counters_may_be_missing(tmp_path: Path) -> None:
-    state = {name: array for name, array in by_seed("resnet20").items() if not is_counter(name)}
-    weights_file.write(tmp_path / "in.safetensors", WeightsFile(state))
-    words = ("import", tmp_path / "in.safetensors", "--model", "resnet20", "--option", "width=0.02")
-    done(*words, "--out", tmp_path / "out.safetensors")
-    assert weights_file.read(tmp_path / "out.safetensors").tensors.keys() == state.keys()
-    result = call(*words, "--classes", 9, "--out", tmp_path / "other.safetensors")
-    assert result.exit_code == 2
-    assert "fc.weight has shape" in result.stderr
-    assert not (tmp_path / "other.safetensors").exists()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])

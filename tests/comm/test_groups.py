@@ -27,7 +27,7 @@ from hpctrain.comm.groups import (
     within_node,
 )
 from hpctrain.comm.link import ClockMap, LinkModel, Offset, calibrate, measure_offset
-from hpctrain.core.errors import CommunicationTimeoutError, DataError, HpctrainError, ShapeError
+from hpctrain.core.errors import CommunicationTimeoutError, DataError, ShapeError
 from hpctrain_testing.run import run_job
 from hpctrain_testing.virtual.communicator import ThreadCommunicator
 from hpctrain_testing.virtual.counters import Counters, CountingCommunicator
@@ -387,17 +387,6 @@ def test_every_rank_raises_the_lowest_ranks_error(outcomes: list, kind: type, me
             raise_on_all_ranks(Scripted(rank, outcomes), lambda outcome=outcome: _work(outcome))
         assert type(caught.value) is kind
         assert (str(caught.value), tuple(caught.value.ranks), caught.value.reported_by) == (message, ranks, 10)
-
-
-def _kinds(kind: type[HpctrainError]) -> list[type[HpctrainError]]:
-    return [kind, *(below for child in kind.__subclasses__() for below in _kinds(child))]
-
-
-@pytest.mark.parametrize("kind", _kinds(HpctrainError))
-def test_every_kind_of_error_is_made_from_its_sentence_and_its_ranks(kind: type[HpctrainError]) -> None:
-    """Other ranks raise it from these."""
-    error = kind("a sentence", ranks=[2])
-    assert (str(error), error.ranks) == ("a sentence", (2,))
 
 
 def test_without_errors_everyone_has_its_result() -> None:

@@ -11,7 +11,6 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpctrain.assembly.faults import check_config
 from hpctrain.config.load import load, parse
 from hpctrain.config.schema import Config
 from hpctrain.core.errors import ConfigError
@@ -335,35 +334,3 @@ def test_a_configuration_that_has_no_end_is_one_sentence(kind: str, tmp_path: Pa
     (tmp_path / "long.yaml").write_text("# " + "x" * (1 << 20))
     with pytest.raises(ConfigError, match=r"long.yaml: Cannot read the configuration: it has more than 1,048,576 bytes"):
         load(tmp_path / "long.yaml")
-
-
-CONFIG = """
-model: small
-data: {train: train.h5, test: test.h5}
-batch: 8
-epochs: 6
-optimizer: {name: sgd, lr: 0.1}
-schedule: constant
-"""
-
-
-def _check(*overrides: str) -> None:
-    config, source = parse(CONFIG, overrides=overrides)
-    assert isinstance(source, Source)
-    check_config(config, source)
-
-
-def test_nothing_is_averaged_and_nothing_ends_early_by_default() -> None:
-    config, _ = parse(CONFIG)
-    assert (config.ema.decay, config.early_stop.patience, config.evaluate.every_epochs) == (None, None, 1)
-
-
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        ("early_stop.patience=3", "early_stop.metric=loss"),
-        ("ema.decay=0.99", "early_stop.patience=1", "early_stop.metric=ema_top1", "checkpoint.best=ema_loss"),
-    ],
-)
-def test_what_evaluations_give_may_be_asked_for(overrides: tuple[str, ...]) -> None:
-    _check(*overrides)

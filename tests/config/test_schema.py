@@ -63,25 +63,6 @@ def test_a_name_alone_is_shorthand():
     assert [(step.name, step.options) for step in steps] == [("flip", {}), ("pad_crop", {"padding": 4})]
 
 
-def number_paths():
-    for path in known_paths():
-        section = section_at(path[:-1])
-        annotation = str(section.model_fields[path[-1]].annotation)
-        if (
-            ("int" in annotation or "float" in annotation)
-            and "Literal" not in annotation
-            and not {"augment", "validation"} & {*path}
-        ):
-            yield ".".join(path)
-
-
-@pytest.mark.parametrize("path", [*number_paths(), "threads", "data.threads"])
-@pytest.mark.parametrize("value", [True, False, math.nan, math.inf, "many", [1], -1])
-def test_numbers_refuse_what_is_no_number_of_theirs(path, value):
-    with pytest.raises(ValidationError):
-        Config.model_validate(changed(path, value))
-
-
 @pytest.mark.parametrize(
     ("path", "lowest"),
     [
@@ -197,23 +178,13 @@ def test_every_wrong_value_of_every_key_is_reported_in_our_words() -> None:
     for key in [*keys, "plan.features.*", "optimizer.momentum", "model.width"]:
         for value in VALUES:
             try:
-                parse(BASE, "base.yaml", [f"{key}={value}"])
+                parse(json.dumps(SMALL), "base.yaml", [f"{key}={value}"])
             except ConfigError as error:
                 lines = str(error).split("\n")
                 assert all(line.startswith('override "') and line.endswith(".") for line in lines), lines
                 assert not any(word in line.split('": ', 1)[1] for line in lines for word in NO_WORDS_OF_OURS), lines
                 refused.add(key)
     assert len(refused) == len(keys) + 3
-
-
-BASE = """
-model: small
-data: {train: train.h5}
-batch: 8
-epochs: 1
-optimizer: {name: sgd, lr: 0.1}
-schedule: constant
-"""
 
 
 FINITE = st.floats(allow_nan=False, allow_infinity=False)

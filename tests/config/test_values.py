@@ -15,14 +15,7 @@ from hpctrain.config.values import parse_duration, parse_size, plain
 from hpctrain.core.errors import ConfigError
 from hpctrain.core.yaml_source import dotted
 
-_REST = """
-model: small
-data: {train: train.h5}
-batch: 4
-epochs: 1
-optimizer: {name: sgd, lr: 0.1}
-schedule: constant
-"""
+_REST = "{model: small, data: {train: train.h5}, batch: 4, epochs: 1, optimizer: {name: sgd, lr: 0.1}, schedule: constant}"
 
 
 @pytest.mark.parametrize(
@@ -98,9 +91,9 @@ def fields(kinds: tuple[type, ...]) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("key", fields((int, float)))
+@pytest.mark.parametrize("key", [*fields((int, float)), "threads", "data.threads"])
 def test_a_key_of_numbers_takes_what_is_read_in_one_way_only(key):
-    for text in NO_NUMBERS:
+    for text in (*NO_NUMBERS, "true", "many", "[1]", "-1"):
         for written in (text, f"'{text}'"):
             with pytest.raises(ConfigError, match=f"{re.escape(key)} is "):
                 parse(_REST, overrides=[f"{key}={written}"])

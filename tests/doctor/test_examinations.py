@@ -24,11 +24,9 @@ from hpctrain.doctor.check import (
     JobView,
     OwnPlace,
     Severity,
-    capital,
     exit_code,
     fine,
     load_training,
-    present,
 )
 from hpctrain.doctor.job import CHECKS, JOB_KINDS, STARTS, CheckFailure, Examination, Progression, RankNotes
 from hpctrain.doctor.nodes import GpuFacts
@@ -42,10 +40,6 @@ from hpctrain_testing.virtual.run import run_virtual
 from tests.support.doctored import keys, view
 
 
-def test_nodes_have_their_ranks() -> None:
-    assert view(2, 1, 3).nodes == {0: [0, 1], 1: [2], 2: [3, 4, 5]}
-
-
 @pytest.mark.parametrize(
     ("ranks", "words"),
     [
@@ -57,10 +51,6 @@ def test_nodes_have_their_ranks() -> None:
 )
 def test_ranks_are_reported_with_their_hosts(ranks: list[int], words: str) -> None:
     assert view(2, 1).on(ranks) == words
-
-
-def test_facts_of_ranks_that_looked() -> None:
-    assert present([None, 0, None, "x"]) == [(1, 0), (3, "x")]
 
 
 def test_names_and_keys_are_unique() -> None:
@@ -113,11 +103,6 @@ def test_a_finding_has_the_kinds_remedy_unless_it_has_a_better_one() -> None:
 def test_the_last_part_of_an_errors_sentence_fixes_it(error: str, sentence: str, fix: str) -> None:
     finding = KIND.from_error(error)
     assert (finding.sentence, finding.fix) == (sentence, fix)
-
-
-def test_a_fine_finding_has_no_key() -> None:
-    assert (fine("It is.").key, capital("it is."), capital("grid.rows must be 2.")) == ("", "It is.", "grid.rows must be 2.")
-    assert capital("") == ""
 
 
 PLACE = OwnPlace(Launcher("Open MPI mpiexec", 2, 0, 2, 0), None, Path("runs"))

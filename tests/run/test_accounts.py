@@ -223,10 +223,6 @@ def test_lines_and_facts_of_memory_name_the_rank_and_gpus_where_there_are_severa
     assert accounts.memory_facts(PeakMemory(612_345_678, 3, 600_000_000.0, 5), 9) == facts | {"device_bytes": 5}
 
 
-MEMORY, LOCAL = "{} stay in memory of each node (1.5 GB)", "{} stay in a local copy on each node (2 GB)"
-EIGHT, FIVE = "61 % of the samples", "38 % of the samples"
-
-
 def _masks(*texts: range) -> list[frozenset[int]]:
     return [frozenset(cores) for cores in texts]
 

@@ -247,22 +247,6 @@ def test_the_run_directory_keeps_the_choice_of_its_latest_start(folder: Path, se
     assert not directory.choice_path.exists()
 
 
-def test_a_plan_without_a_job_says_what_is_missing(folder: Path, search: _Search) -> None:
-    planned_config: Callable[..., Config] = configured_search.resolved
-    config = _config(folder)
-    assert planned_config(config, 2, None, None, None).automatic == ()
-    with pytest.raises(
-        ConfigError, match=r"^grid and plan and averager are auto, which depends on the number of ranks; give --ranks"
-    ):
-        planned_config(config, None, None, None, None)
-    bare = config.model_copy(update={"machine": None})
-    with pytest.raises(ConfigError, match=r"depends on the machine; give --machine, or values instead of auto\.$"):
-        planned_config(bare, 2, None, None, None)
-    assert planned_config(bare, 2, str(folder / "machine.yaml"), None, None).automatic == ()
-    closed = _config(folder, "grid={}", "plan={}", "averager=sharded")
-    assert planned_config(closed, None, None, None, None) is closed
-
-
 VGG16 = Path(__file__).parents[2] / "configs" / "imagenet-vgg16.yaml"
 OPEN = ("model={name: vgg11, width: 0.05}", "batch=14", "backend=numpy", "grid=auto", "plan=auto", "averager=auto")
 SECTIONS = {

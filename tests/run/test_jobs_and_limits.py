@@ -71,15 +71,6 @@ def without_launcher(alone_without_a_launcher) -> None:
 IMAGES, LABELS = np.random.default_rng(0).standard_normal((16, 9, 7, 3)), np.arange(16) % 4
 
 
-def test_images_of_a_file_are_mixed(tmp_path: Path) -> None:
-    stored = np.random.default_rng(1).integers(0, 256, (16, 9, 7, 3), dtype=np.uint8)
-    write_data_file(tmp_path / "train.h5", 16, (9, 7, 3), list("abcd"), [(stored, LABELS)])
-    with hpctrain.start(batch=8) as job:
-        replica = job.replica(nets.plain(), (9, 7, 3), backend="numpy")
-        loader = job.loader(replica, tmp_path / "train.h5", mixing={"mixup": 1.0})
-        assert all(batch.mixed is not None for batch in loader.epoch(0))
-
-
 def test_no_stop_is_requested_without_signals(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit), hpctrain.start(batch=8) as job:
         _ = job.stop_requested
@@ -153,15 +144,16 @@ def test_a_replica_starts_from_weights_and_trains_what_is_not_frozen(tmp_path: P
         assert not np.array_equal(replica.network.parameters["fc.weight"].data, by_seed)
 
 
-def test_images_of_a_file_have_sizes_by_epoch(tmp_path: Path) -> None:
+def test_images_of_a_file_have_sizes_by_epoch_and_are_mixed(tmp_path: Path) -> None:
     pixels = np.random.default_rng(0).integers(0, 256, (16, 9, 7, 3), np.uint8)
     write_data_file(tmp_path / "train.h5", 16, (9, 7, 3), list("abcde"), [(pixels, LABELS)])
     with hpctrain.start(batch=8) as job:
         replica = job.replica(nets.residual(), (9, 7, 3), backend="numpy")
-        loader = job.loader(replica, tmp_path / "train.h5", sizes=[(0, 5), (1, 7)])
+        loader = job.loader(replica, tmp_path / "train.h5", sizes=[(0, 5), (1, 7)], mixing={"mixup": 1.0})
         for epoch, shape in enumerate([(6, 5, 3), (9, 7, 3)]):
             for batch in loader.epoch(epoch):
                 assert batch.x.shape[1:] == shape
+                assert batch.mixed is not None
                 replica.step(batch, 0.1)
         assert replica.settle() is not None
         with pytest.raises(ConfigError, match="the smallest value is 1"):

@@ -1,7 +1,5 @@
 """Planned runs: schedules without ranks, jobs and candidates of planners, costs and memory."""
 
-import json
-import shlex
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -30,7 +28,7 @@ from hpctrain.models import catalogue
 from hpctrain.nn.parameter import GroupLayout
 from hpctrain.optim.optimizers import OPTIMIZERS
 from hpctrain.parallel.groups import GridGroups
-from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
+from hpctrain.parallel.parallel_plan import ParallelPlan
 from hpctrain.parallel.rank_graph import make_network
 from hpctrain.planner.costs.compute_costs import RateCosts, update_key
 from hpctrain.planner.costs.machine import Link, LinkSegment, Machine, OperatorClass, OperatorRate
@@ -48,7 +46,6 @@ from hpctrain.planner.search import configured_search
 from hpctrain.planner.search.configured_search import (
     SearchTask,
     SimulatedPoint,
-    command_line,
     configured_costs,
     configured_setting,
     is_here,
@@ -58,7 +55,6 @@ from hpctrain.planner.search.configured_search import (
     run_search,
     search_layouts,
     with_candidate,
-    write_trace,
     written,
 )
 from hpctrain.planner.search.estimates import GridEstimates
@@ -264,13 +260,6 @@ def test_what_a_search_chooses_is_what_a_run_with_its_keys_does() -> None:
     for choice in result.choices:
         config, _ = load(path, [*changes, *overrides(choice.candidate)])
         assert prepare(config, 2).candidate == choice.candidate
-
-
-def test_a_shell_takes_the_command_line() -> None:
-    words = overrides(CANDIDATES[1])
-    command = shlex.split(command_line("a file.yaml", words, 4))
-    assert command == ["mpiexec", "-n", "4", "python", "-m", "mpi4py", "-m", "hpctrain", "train", "a file.yaml", *words]
-    assert all("\n" not in word for word in words)
 
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
@@ -499,19 +488,10 @@ def test_nothing_is_fixed_but_what_is_kept() -> None:
     free = grid_task("averager=bucketed", "micro_batches=2")
     space = space_of(free)
     assert (space.fixed_grid, space.fixed_plan, space.fixed_averager, space.fixed_micro_batches) == (None, None, None, None)
-    kept = grid_task(
-        "averager={name: bucketed, bucket_bytes: 4096}", "micro_batches=2", keep=("grid", "plan", "averager", "micro_batches")
-    )
-    space = space_of(kept)
-    assert space.fixed_grid == (2, 2)
-    assert (space.fixed_averager, space.fixed_micro_batches) == (AveragerChoice("bucketed", {"bucket_bytes": 4096}), 2)
-    assert space.fixed_plan is not None
-    assert space.fixed_plan.use_of("stage1.conv") is Parallelism.DOMAIN
 
 
 @pytest.mark.parametrize("plan", ["kept", "open"])
 def test_a_kept_grid_keeps_its_tiles(plan: str) -> None:
-    """The search keeps the keys of a kept grid, and drops those of an open one."""
     words = ("grid.rows=4", "grid.cols=1", "plan.default=domain", "grid.tiles=[2,2]")
     kept = grid_task(*words, keep=("grid", "averager", "micro_batches", *(("plan",) if plan == "kept" else ())))
     space, job = space_of(kept), on_any_grid(kept).job
@@ -554,28 +534,6 @@ def test_efficiency_is_that_of_bench_scaling() -> None:
         SimulatedPoint("a", ranks, 64, (1, ranks), predictions.prediction(seconds)) for ranks, seconds in ((2, 0.4), (8, 0.2))
     ]
     assert strong[1].efficiency(strong[0]) == pytest.approx(2 * 0.4 / (8 * 0.2))
-
-
-def test_facts_are_plain_and_whole() -> None:
-    base, point = points()[:2]
-    facts = json.loads(json.dumps(point.facts(base)))
-    assert (facts["efficiency"], facts["images_per_second"]) == (pytest.approx(0.5 / 0.6), pytest.approx(64 / 0.6))
-    assert (facts["ranks"], facts["grid"], facts["exposed_seconds"]) == (2, [1, 2], pytest.approx(0.1))
-
-
-def test_the_trace_begins_at_0_and_says_that_it_is_simulated(tmp_path: Path) -> None:
-    path = write_trace(tmp_path / "trace.json", points()[-1], "simulated: small on a machine")
-    content = json.loads(path.read_text())
-    assert content["otherData"] == {
-        "simulated": True,
-        "title": "simulated: small on a machine",
-        "averager": "sharded",
-        "ranks": 4,
-    }
-    names = [event["args"]["name"] for event in content["traceEvents"] if event["name"] == "process_name"]
-    assert names == ["simulated: first split rank", "simulated: second split rank"]
-    times = [event["ts"] for event in content["traceEvents"] if event["ph"] != "M"]
-    assert (min(times), max(times)) == (0.0, pytest.approx(4001.0))
 
 
 TWO_ROWS = ("model={name: vgg11, width: 0.05}", "batch=14", "backend=numpy", "grid.rows=2", "grid.cols=1")

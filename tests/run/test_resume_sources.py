@@ -285,18 +285,9 @@ def test_the_system_counts_no_more_bytes(tmp_path: Path) -> None:
 
 
 CONFIG = """
-name: {name}
-model: {model}
-data: {{train: train.h5}}
-batch: 8
-epochs: 1
-optimizer: {{name: sgd, lr: 0.1}}
-schedule: constant
-threads: 3
-grid: {{rows: 2, cols: 4}}
-plan: {{default: model}}
-averager: {{name: priority}}
-deadline_seconds: 17
+{{name: {name}, model: {model}, data: {{train: train.h5}}, batch: 8, epochs: 1, optimizer: {{name: sgd, lr: 0.1}},
+threads: 3, grid: {{rows: 2, cols: 4}}, plan: {{default: model}}, averager: {{name: priority}},
+schedule: constant, deadline_seconds: 17}}
 """
 OLD, NEW = "first-20260101-120000", "second-20260301-120000"
 
@@ -356,22 +347,6 @@ def test_code_that_a_run_alone_names_is_not_imported(tmp_path: Path, model: str,
         ConfigError, match=f'names user code, "{model}", which is imported only if you name it yourself; give --config'
     ):
         find_run(str(directory), tmp_path).parsed(())
-
-
-@pytest.mark.parametrize(
-    ("source", "words"),
-    [
-        ("auto", r"no run with a checkpoint in \S*empty;"),
-        ("best", r"No run in \S*empty has a best checkpoint"),
-        ("nowhere", r"nowhere is not a run directory or a checkpoint, .* give auto, best or the path of one\.$"),
-        ("runs/best", r"give auto, best or the path of one\.$"),
-        ("nowhere.shards", "nowhere.shards"),
-    ],
-)
-def test_there_is_nothing(tmp_path: Path, source: str, words: str) -> None:
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(CheckpointError, match=words):
-        find_run(source, tmp_path / "empty")
 
 
 def test_a_checkpoint_of_another_program_does_not_say_its_model(tmp_path: Path) -> None:
@@ -516,17 +491,6 @@ def _whole(folder: Path, *overrides: str, accuracies: tuple[int, ...], resume: s
 
     with disturbed(evaluation):
         train(folder, f"epochs={len(accuracies)}", "checkpoint.keep=1", *overrides, resume=resume)
-
-
-def test_the_end_of_a_run_names_the_best(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    _whole(folder, accuracies=(3, 9, 4))
-    path = checkpoint_path(_directory(folder), 6)
-    assert f"\nbest test accuracy 45.00% after epoch 2: {path}\n" in whole_lines(capsys.readouterr().out)
-    _whole(folder, "checkpoint.best=loss", f"output={folder}/others", "checkpoint.layout=sharded", accuracies=(3, 9, 4))
-    assert f"\nbest test loss 0.5500 after epoch 2: {folder}/others/" in capsys.readouterr().out
-    _whole(folder, "checkpoint.best=none", accuracies=(3, 9, 4))
-    assert "best" not in capsys.readouterr().out
-    assert _there(folder) == [9]
 
 
 @pytest.mark.slow

@@ -234,7 +234,6 @@ def searches(output: Path, name: str) -> Iterator[tuple[str, str | None, bool, C
 
 
 def test_a_search_finds_the_newest_run_of_its_name_or_says_why_not(place: Path) -> None:
-    """Whatever happened to the files, a search never returns another run, and it finds none only if there is none."""
     first = int(os.environ["HPCTRAIN_TEST_SEED"])
     for seed in range(first, first + amount(24, 200)):
         history = History(place / str(seed), seed)

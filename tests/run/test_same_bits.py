@@ -31,9 +31,8 @@ from hpctrain.training.step import TrainingStep
 from hpctrain_testing.run import Outcome
 from hpctrain_testing.virtual.communicator import ThreadCommunicator
 from hpctrain_testing.virtual.run import run_virtual
-from tests.support.newest_checkpoint import read_newest
 from tests.support.runs import _rank, train_virtual
-from tests.support.tiny_runs import newest_run, prepare, whole_lines, write_images
+from tests.support.tiny_runs import assert_same, newest_checkpoint, newest_run, prepare, whole_lines, write_images
 
 pytestmark = pytest.mark.slow
 SAMPLES, BATCH, SEED = 75, 16, 7
@@ -74,17 +73,6 @@ def _train(folder: Path, ranks: int, bad: Mapping[str, Any], *more: str, resume:
     return seen
 
 
-def _last(run: RunDirectory) -> CheckpointContent:
-    return read_newest(run.checkpoints)[1]
-
-
-def _assert_same(a: RunDirectory, b: RunDirectory) -> None:
-    one, other = _last(a), _last(b)
-    assert (one.meta["position"], one.tensors.keys()) == (other.meta["position"], other.tensors.keys())
-    for name, tensor in other.tensors.items():
-        assert one.tensors[name].tobytes() == tensor.tobytes(), name
-
-
 def _records(run: RunDirectory, kind: str) -> list[dict[str, Any]]:
     return [record for record in run.metrics() if record["kind"] == kind]
 
@@ -117,11 +105,11 @@ def test_skip_leaves_a_step_out_and_a_resume_goes_on_alike(folder: Path, capsys:
     whole = newest_run(folder, "whole")
     assert [(record["step"], record["sources"]) for record in _records(whole, "skip")] == [(1, [1]), (4, [1]), (7, [1])]
     assert len(_records(whole, "interval")) == 10
-    assert _last(whole).meta["position"]["skipped"] == 3
+    assert newest_checkpoint(folder, "whole").meta["position"]["skipped"] == 3
     _train(folder, 2, bad, "on_nonfinite=skip", steps=4)
     _train(folder, 2, bad, "on_nonfinite=skip", resume="auto")
     assert "3 of 10 steps were skipped" in capsys.readouterr().out
-    _assert_same(newest_run(folder), whole)
+    assert_same(newest_checkpoint(folder), newest_checkpoint(folder, "whole"))
 
 
 def test_too_many_skips_in_a_row_end_the_run(folder: Path) -> None:
@@ -136,7 +124,7 @@ def _assert_went_back(folder: Path, said: str) -> None:
     assert (record["step"], record["from_step"], record["samples"], record["order"]) == (6, 9, BATCH, 1)
     assert "went back from step 9 to step 6, continuing with order 1 of the samples: Layer" in whole_lines(said)
     assert [record["step"] for record in _records(newest_run(folder), "interval")] == list(range(1, 11))
-    assert _last(newest_run(folder)).meta["position"]["reorderings"] == [[1, BATCH, 1]]
+    assert newest_checkpoint(folder).meta["position"]["reorderings"] == [[1, BATCH, 1]]
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -181,11 +169,11 @@ def test_rollback_has_the_same_bits_again_and_across_a_resume(folder: Path, aver
     options = ("on_nonfinite=rollback", f"averager={averager}", "epochs=3")
     for output in ("first", "second"):
         _train(folder, 2, _meet(3), *options, f"output={folder}/{output}")
-    _assert_same(newest_run(folder, "first"), newest_run(folder, "second"))
+    assert_same(newest_checkpoint(folder, "first"), newest_checkpoint(folder, "second"))
     _train(folder, 2, _meet(3), *options, steps=9)
     assert len(_records(newest_run(folder), "rollback")) == 1
     _train(folder, 2, _meet(3), *options, resume="auto")
-    _assert_same(newest_run(folder), newest_run(folder, "first"))
+    assert_same(newest_checkpoint(folder), newest_checkpoint(folder, "first"))
     whole, parts = (_records(newest_run(folder, name), "rollback") for name in ("first", "runs"))
     assert [{**record, "time": 0} for record in whole] == [{**record, "time": 0} for record in parts]
 
@@ -390,13 +378,6 @@ def _last_checkpoint(sharded_file: Path, name: str) -> CheckpointContent:
     return read(checkpoint_path(run.checkpoints, 10))
 
 
-def _assert_same_bits(found: CheckpointContent, expected: CheckpointContent) -> None:
-    assert found.meta["position"] == expected.meta["position"]  # sums of the epoch, too
-    assert found.tensors.keys() == expected.tensors.keys()
-    for name, values in expected.tensors.items():
-        assert found.tensors[name].tobytes() == values.tobytes(), name
-
-
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 @pytest.mark.parametrize("backend", ["numpy", "onednn"])
@@ -410,11 +391,11 @@ def test_a_run_has_the_bits_of_one_rank_and_goes_on_with_them(sharded_file: Path
 
     train("alone", 1)
     train("four", 4, "averager=bucketed")
-    _assert_same_bits(_last_checkpoint(sharded_file, "four"), _last_checkpoint(sharded_file, "alone"))
+    assert_same(_last_checkpoint(sharded_file, "four"), _last_checkpoint(sharded_file, "alone"))
     train("other", 3, steps=3)
     train("other", 2, "averager.bucket_bytes=100", "checkpoint.layout=sharded", resume="auto", steps=4)
     train("other", 1, "averager=blocking", "checkpoint.layout=single", resume="auto")
-    _assert_same_bits(_last_checkpoint(sharded_file, "other"), _last_checkpoint(sharded_file, "alone"))
+    assert_same(_last_checkpoint(sharded_file, "other"), _last_checkpoint(sharded_file, "alone"))
 
 
 @pytest.mark.parametrize("backend", ["numpy", "onednn"])
@@ -444,7 +425,7 @@ def test_activations_in_bfloat16_travel_between_real_ranks(job: Callable[..., Ou
     assert outcome.code == 0, outcome.output
     assert "numpy, bfloat16" in outcome.output
     train_virtual(2, folder / "tiny.yaml", *split, f"output={folder}/virtual")
-    _assert_same(newest_run(folder, "real"), newest_run(folder, "virtual"))
+    assert_same(newest_checkpoint(folder, "real"), newest_checkpoint(folder, "virtual"))
 
 
 @pytest.mark.parametrize(

@@ -68,14 +68,14 @@ from tests.support.sampling import amount
 CONFIG = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 
 
-def raised(ranks: int, work: Callable[[ThreadCommunicator], object]) -> list[str]:
-    """The sentence that each virtual rank raises, "" for a rank that raises none."""
+def said(ranks: int, work: Callable[[Communicator], object]) -> list[str]:
+    """Return the sentence that each virtual rank raises, "" for a rank that raises none."""
 
-    def program(comm: ThreadCommunicator) -> str:
+    def program(comm: Communicator) -> str:
         try:
             work(comm)
         except HpctrainError as error:
-            return str(error)
+            return str(error) if error.reported_by == 0 else f"not known to be raised alike: {error}"
         return ""
 
     return run_virtual(ranks, program, deadline_seconds=60)
@@ -84,7 +84,7 @@ def raised(ranks: int, work: Callable[[ThreadCommunicator], object]) -> list[str
 def _started(overrides: Sequence[Sequence[str]], leads_node: bool = True) -> list[str]:
     """What ranks raise that start with these overrides."""
     configs = [load(CONFIG, each)[0] for each in overrides]
-    return raised(len(configs), lambda comm: check_same_start(comm, configs[comm.rank], leads_node=leads_node))
+    return said(len(configs), lambda comm: check_same_start(comm, configs[comm.rank], leads_node=leads_node))
 
 
 @pytest.mark.parametrize("leads_node", [True, False])
@@ -135,7 +135,7 @@ def test_other_packages_and_files_are_named(monkeypatch: pytest.MonkeyPatch, kin
 
 def test_programs_are_compared_by_arguments_and_text(tmp_path: Path) -> None:
     def said_of(batches: Sequence[int], programs: Sequence[Path | None]) -> set[str]:
-        return set(raised(3, lambda comm: check_same_program(comm, {"batch": batches[comm.rank]}, programs[comm.rank])))
+        return set(said(3, lambda comm: check_same_program(comm, {"batch": batches[comm.rank]}, programs[comm.rank])))
 
     one, same, other = (tmp_path / name / "train.py" for name in ("a", "b", "c"))
     for path, text in ((one, "x = 1"), (same, "x = 1"), (other, "x = 2")):
@@ -179,7 +179,7 @@ def test_modules_of_gpus_are_compared_between_the_nodes_that_have_some(differ: b
 
     sentence = "Rank 2 has other files of hpctrain than rank 0: backend/cuda/x.py differs; "
     sentence += "install the same version of hpctrain on all nodes."
-    assert raised(3, work) == [sentence if differ else ""] * 3
+    assert said(3, work) == [sentence if differ else ""] * 3
 
 
 COUNT, SHAPE, NAMES = 20, (7, 6, 1), ["a", "b", "c"]
@@ -241,19 +241,6 @@ def job_of(session: Session) -> Job:
     """Return the job of a program on a virtual rank."""
     parts = {name: getattr(session, name) for name in ("launcher", "threads", "world", "grid", "groups", "progress")}
     return Job(**parts, batch=8, progress_mode="test", checkpoints=LoopCheckpoints(session.world, session.progress.notes, 60))
-
-
-def said(ranks: int, work: Callable[[Communicator], object]) -> list[str]:
-    """Return the sentence that each virtual rank raises, "" for a rank that raises none."""
-
-    def program(comm: Communicator) -> str:
-        try:
-            work(comm)
-        except HpctrainError as error:
-            return str(error) if error.reported_by == 0 else f"not known to be raised alike: {error}"
-        return ""
-
-    return run_virtual(ranks, program, deadline_seconds=60)
 
 
 @pytest.fixture(scope="module")
@@ -602,7 +589,7 @@ def sentences(monkeypatch: pytest.MonkeyPatch, kind: str, of_ranks: list[dict[st
         monkeypatch.setattr(user_code, kind, lambda: of_ranks[comm.rank])  # virtual ranks take turns, one goes on at a time
         check_same_code(comm)
 
-    return raised(len(of_ranks), work)
+    return said(len(of_ranks), work)
 
 
 def test_all_ranks_must_have_the_same_code(monkeypatch: pytest.MonkeyPatch) -> None:

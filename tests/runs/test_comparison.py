@@ -62,6 +62,9 @@ def test_a_run_that_has_only_begun_is_one(tmp_path: Path) -> None:
     (run.path / "time_table.json").write_text('{"table": ')
     (record,) = read_runs([run.path])
     assert (record.state.records, record.versions, record.checkpoints, record.tables, record.trace) == ((), {}, (), (), None)
+    figures = summary(record)
+    assert (figures.epochs, figures.steps, figures.top1, figures.best_top1, figures.seconds) == (0, 0, {}, None, 0.0)
+    assert dict(summary_texts([figures]))["test top-1"] == [UNKNOWN]
 
 
 def test_changes_of_the_source_are_reported(tmp_path: Path) -> None:
@@ -143,14 +146,6 @@ def test_pauses_between_jobs_are_no_time_of_training(tmp_path: Path) -> None:
     later = {"kind": "resume", "time": 10_000.0, "step": 30}
     last = {"kind": "interval", "time": 10_005.0, "epoch": 4, "step": 31}
     assert summary(read_runs([write_run(tmp_path, events=[later, last]).path])[0]).seconds == 35.0
-
-
-def test_a_run_that_has_only_begun_has_figures(tmp_path: Path) -> None:
-    run = write_run(tmp_path)
-    run.metrics_path.write_text("")
-    figures = summary(read_runs([run.path])[0])
-    assert (figures.epochs, figures.steps, figures.top1, figures.best_top1, figures.seconds) == (0, 0, {}, None, 0.0)
-    assert dict(summary_texts([figures]))["test top-1"] == [UNKNOWN]
 
 
 @pytest.mark.parametrize(("hosts", "text"), [((), UNKNOWN), (("a",), "a"), (("a", "b"), "a, b"), (("a", "b", "c"), "3, a first")])

@@ -524,11 +524,6 @@ def test_a_best_record_comes_back_as_it_was_written(tmp_path_factory, epoch: int
     assert list(directory.iterdir()) == []
 
 
-def test_a_best_record_is_described_in_a_few_words() -> None:
-    assert str(BEST) == "top1 91.93% after epoch 7"
-    assert str(BestRecord("checkpoint-00000035.h5", 35, 7, "loss", 0.25)) == "loss 0.2500 after epoch 7"
-
-
 def test_what_is_there_already_is_not_written_again(tmp_path: Path) -> None:
     best_record.write_best(tmp_path, BEST)
     before = os.stat(tmp_path / best_record.BEST_RECORD).st_ino

@@ -10,7 +10,6 @@ import stat
 import subprocess
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -42,33 +41,6 @@ from hpctrain.storage.hdf5_store import StoreFile
 from hpctrain.storage.shards import WriteShares
 from hpctrain.training.saving import BackgroundWriter
 from tests.support.data_files import NODES, make_node
-
-
-def _failing(error: BaseException, number: int, function: Callable[..., object]) -> Callable[..., object]:
-    """The function, which raises at its call of that number, counted from 1."""
-    calls: list[int] = []
-
-    def call(*arguments: object) -> object:
-        calls.append(1)
-        if len(calls) == number:
-            raise error
-        return function(*arguments)
-
-    return call
-
-
-@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()], ids=["full", "interrupted"])
-@pytest.mark.parametrize(("function", "number"), [("fsync", 1), ("replace", 1), ("fsync", 2)])
-def test_an_error_at_any_stage_leaves_the_old_file_or_the_new_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: str, number: int, error: BaseException
-) -> None:
-    path = tmp_path / "a.txt"
-    write_text(path, "old")
-    with monkeypatch.context() as patch:
-        patch.setattr(atomic_write.os, function, _failing(error, number, getattr(os, function)))
-        with pytest.raises(type(error)):
-            write_text(path, "new")
-    assert (path.read_text(), list(tmp_path.iterdir())) == ("new" if number == 2 else "old", [path])
 
 
 def test_every_byte_is_on_the_disk_before_the_new_name_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from hypothesis.extra import numpy as arrays
 from hypothesis.extra import numpy as hnp
 
 from hpctrain.core.errors import CheckpointError, DataError
@@ -222,12 +221,12 @@ def test_a_tensor_larger_than_its_file_is_not_read(tmp_path):
 
 
 _DTYPES = st.sampled_from(["<f4", "<f8", "<i8"]).map(np.dtype)
-_SHAPES = arrays.array_shapes(min_dims=0, max_dims=4, min_side=0, max_side=5)
+_SHAPES = hnp.array_shapes(min_dims=0, max_dims=4, min_side=0, max_side=5)
 
 
 @settings(max_examples=20, deadline=None)
 @given(
-    tensors=st.dictionaries(st.text("ab.0_é", min_size=1), arrays.arrays(_DTYPES, _SHAPES), min_size=1, max_size=3),
+    tensors=st.dictionaries(st.text("ab.0_é", min_size=1), hnp.arrays(_DTYPES, _SHAPES), min_size=1, max_size=3),
     metadata=st.dictionaries(st.text(max_size=5), st.text(max_size=9), max_size=3),
 )
 def test_what_was_written_is_read_to_the_last_bit(
@@ -261,20 +260,12 @@ def test_sixteen_bits_become_the_same_numbers_in_32(tmp_path: Path) -> None:
     np.testing.assert_array_equal(weights_file.read(tmp_path / "brain.safetensors").tensors["b"], [[1.0], [-6.0]])
 
 
-@pytest.mark.parametrize("content", [b"", b"neither", b"\xff" * 64])
-def test_a_damaged_file_is_a_sentence(tmp_path: Path, content: bytes) -> None:
-    path = tmp_path / "w.safetensors"
-    path.write_bytes(content)
-    with pytest.raises(CheckpointError, match=r"as a safetensors file \(.*\); write or download it again\.$"):
-        weights_file.read(path)
-
-
-@pytest.mark.parametrize("cut", [1, 8, 40])
-def test_a_truncated_file_is_a_sentence(tmp_path: Path, cut: int) -> None:
+@pytest.mark.parametrize("content", [b"", b"neither", b"\xff" * 64, 1, 8, 40])
+def test_a_damaged_file_is_a_sentence(tmp_path: Path, content: bytes | int) -> None:
     path = tmp_path / "w.safetensors"
     weights_file.write(path, WeightsFile({"a": np.arange(10.0)}))
-    path.write_bytes(path.read_bytes()[:-cut])
-    with pytest.raises(CheckpointError, match="as a safetensors file"):
+    path.write_bytes(content if isinstance(content, bytes) else path.read_bytes()[:-content])
+    with pytest.raises(CheckpointError, match=r"as a safetensors file \(.*\); write or download it again\.$"):
         weights_file.read(path)
 
 
