@@ -56,7 +56,7 @@ class AveragerChoice:
         return self.kind.costs(keywords["options"] if "options" in keywords else self.kind.Options())
 
     def strategy(self, group: PlannedGroup) -> Strategy:
-        """Return the strategy of one group of parameters. Pure.
+        """Return the strategy of one group of parameters, as a pure function.
 
         Raises:
             ConfigError: an option does not fit the group, or the strategy does not compute the required norms or cannot keep the

@@ -404,7 +404,7 @@ class StrategyCosts:
         return max(program_seconds, averaging_seconds + self.exposed_share * program_seconds)
 
     def hidden_seconds(self, program_seconds: float) -> float:
-        """Return the maximum time of messages that can be hidden under a program of `program_seconds`."""
+        """Return the maximum time of messages that can overlap with a program of `program_seconds`."""
         return (1 - self.exposed_share) * program_seconds
 
 

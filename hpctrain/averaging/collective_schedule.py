@@ -146,8 +146,8 @@ class CollectiveSchedule:
         piece = self.slices[operation.slice]
         if operation.kind is OperationKind.NORMS:
             return f"{operation.kind} from {piece.name}"
-        of_layer = operation.kind in (OperationKind.INPUTS, OperationKind.ERRORS)
-        return f"{operation.kind} of {piece.parameters[0] if of_layer else piece.name}"
+        exchanges = operation.kind in (OperationKind.INPUTS, OperationKind.ERRORS)
+        return f"{operation.kind} of {piece.parameters[0] if exchanges else piece.name}"
 
     def lines(self) -> list[str]:
         """Return the request with the window, and a line per operation with its slice. Ranks compare them if digests differ."""
@@ -170,23 +170,23 @@ class CollectiveSchedule:
         In a message with positions, each element counts twice. For compressed slices, the numbers are those of a step after the
         warm-up. They are computed in O(operations + ranks).
         """
-        of_rank, of_sample = _Elements(self.ranks), _Elements(self.ranks)
-        of_rank.add(self._pairs_by_rank(), 2)
+        constant, per_sample = _Elements(self.ranks), _Elements(self.ranks)
+        constant.add(self._pairs_by_rank(), 2)
         for operation in self.operations:
             if operation.kind in (OperationKind.NORMS, OperationKind.SPARSE):
                 continue
             piece = self.slices[operation.slice]
             if operation.kind is OperationKind.INPUTS:  # columns of each sample that other ranks own
                 for k in layer_slices(self.slices, operation.slice):
-                    of_sample.add_not_owned(self.slices[k].units, 1)
+                    per_sample.add_not_owned(self.slices[k].units, 1)
             elif operation.kind is OperationKind.ERRORS:
-                of_rank.of_all += sum(samples) * piece.unit
-                of_sample.of_all -= piece.unit
+                constant.all_ranks += sum(samples) * piece.unit
+                per_sample.all_ranks -= piece.unit
             else:
                 weight = piece.unit * (2 if operation.kind is OperationKind.ALLREDUCE else 1)
-                of_rank.add_not_owned(piece.units, weight, piece.copies)
-        per_sample = of_sample.by_rank()
-        return tuple(n + count * m for n, count, m in zip(of_rank.by_rank(), samples, per_sample, strict=True))
+                constant.add_not_owned(piece.units, weight, piece.copies)
+        by_rank = zip(constant.by_rank(), samples, per_sample.by_rank(), strict=True)
+        return tuple(n + count * m for n, count, m in by_rank)
 
     def exchanged_bytes_by_rank(self, samples: Sequence[int], item_bytes: int) -> tuple[int, ...]:
         """Return the bytes that each rank exchanges with other ranks in a step. Norms are not counted.
@@ -259,11 +259,11 @@ class _Elements:
     """Sum of element counts by rank, stored as a difference array.
 
     Attributes:
-        of_all: count of every rank before corrections; a correction applies to all ranks below a limit.
+        all_ranks: count of every rank before corrections; a correction applies to all ranks below a limit.
     """
 
     def __init__(self, ranks: int) -> None:
-        self.of_all = 0
+        self.all_ranks = 0
         self._less = [0] * (ranks + 1)
 
     def add_not_owned(self, units: int, weight: int, copies: int = 1) -> None:
@@ -276,19 +276,19 @@ class _Elements:
 
     def add_by_limit(self, elements: int, limit: int, more: int) -> None:
         """Add `elements` to each rank, and `more` to the ranks below a limit."""
-        self.of_all += elements
+        self.all_ranks += elements
         self._less[limit] -= more
 
     def add(self, other: _Elements, weight: int) -> None:
         """Add `weight` times another sum."""
-        self.of_all += weight * other.of_all
+        self.all_ranks += weight * other.all_ranks
         self._less = [less + weight * one for less, one in zip(self._less, other._less, strict=True)]
 
     def by_rank(self) -> list[int]:
         # A rank has the corrections whose limits are above it: their total minus those at limits up to the rank.
         below = accumulate(self._less[:-1])
         total = sum(self._less)
-        return [self.of_all - (total - passed) for passed in below]
+        return [self.all_ranks - (total - passed) for passed in below]
 
 
 def _exchanged_pairs(piece: Slice, owned: int) -> int:

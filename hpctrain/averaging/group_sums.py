@@ -170,10 +170,10 @@ class TreeNorms(Norms):
             for segment in group.covering(start, stop):
                 terms = _terms_of_part(group.segment(segment.parameter), segment)
                 nodes[self.index[segment.parameter]].update(cover(terms, _term_count(group.segment(segment.parameter))))
-        self._nodes = [tuple(sorted(of_one)) for of_one in nodes]
+        self._nodes = [tuple(sorted(each)) for each in nodes]
         self._sizes = [_term_count(segment) for segment in group.segments]
         self._first = np.cumsum([0, *map(len, self._nodes)])
-        self._place = {(i, node): row for i, of_one in enumerate(self._nodes) for row, node in enumerate(of_one, self._first[i])}
+        self._place = {(i, node): row for i, each in enumerate(self._nodes) for row, node in enumerate(each, self._first[i])}
         self._sums = np.zeros((int(self._first[-1]), 2), np.float64)
 
     def clear(self, places: slice) -> None:
@@ -235,7 +235,7 @@ def _elements_of_term(whole: Segment, term: int) -> Interval:
 
 
 def waiting_sums(shards: ShardsOfRank) -> dict[int, int]:
-    """Return the index of a buffer for each shard whose sum waits to be merged, by shard. The first free buffer is used."""
+    """Return, by shard, the index of the buffer in which its sum waits to be merged: the first buffer that is then free."""
     numbers: dict[int, int] = {}
     taken: set[int] = set()
     every_addition = shards.additions
@@ -327,7 +327,7 @@ class ReadSums:
 
     Args:
         parts: segments that are written together; each element of the group is in at most one part.
-        owned: segments of a rank; parameters are cut there, so that all elements of a piece have the same owner.
+        owned: segments that one rank owns; parameters are cut at their ends, so that all elements of a piece have the same owner.
 
     Attributes:
         names: name of the parameter of each summed piece, part by part.

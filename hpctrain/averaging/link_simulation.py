@@ -74,16 +74,16 @@ class Times:
 
     def to_array(self, parameters: Sequence[str]) -> np.ndarray:
         """Return float64 (3 n + 1,) for n parameters: ready, free, needed (NaN if unknown), then the end of backward."""
-        of_kinds = (of_kind.get(name, np.nan) for of_kind in (self.ready, self.free, self.needed) for name in parameters)
-        return np.array([*of_kinds, self.end_seconds])
+        seconds = (times.get(name, np.nan) for times in (self.ready, self.free, self.needed) for name in parameters)
+        return np.array([*seconds, self.end_seconds])
 
     @staticmethod
     def from_array(parameters: Sequence[str], values: np.ndarray) -> Times:
         """Return the times that `to_array` wrote."""
-        *of_kinds, end_seconds = values.tolist()
+        *seconds, end_seconds = values.tolist()
         ready, free, needed = (
-            {name: at for name, at in zip(parameters, of_kind, strict=True) if not math.isnan(at)}
-            for of_kind in np.reshape(of_kinds, (3, len(parameters))).tolist()
+            {name: at for name, at in zip(parameters, times, strict=True) if not math.isnan(at)}
+            for times in np.reshape(seconds, (3, len(parameters))).tolist()
         )
         return Times(ready, free, needed, end_seconds)
 
@@ -103,8 +103,8 @@ def upper_medians(seconds: np.ndarray) -> np.ndarray:
 class StepClock:
     """Clock for the events of a step: reads by forward, ready gradients and released data.
 
-    Times are seconds of computation since the beginning of the step. Waits are excluded, because otherwise communication that is
-    hidden under a wait would be planned as if it cost time.
+    Times are seconds of computation since the beginning of the step. Waits are excluded, because otherwise communication during a
+    wait would be planned as if it cost time.
 
     Attributes:
         on: whether the step is measured. Otherwise the calls for its events have no effect and may be omitted.
@@ -361,7 +361,7 @@ def best_order(
 ) -> list[tuple[int, bool]]:
     """Return the order with the smallest stall among a few candidates.
 
-    The candidates differ in the maximum delay of a gradient by a gather under backward: none, a quarter of the longest gap
+    The candidates differ in the maximum delay of a gradient by a gather during backward: none, a quarter of the longest gap
     between gradients, a whole gap, or unlimited.
     """
     gap = times.longest_gap() if times.needed else 0.0

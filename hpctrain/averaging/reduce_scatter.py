@@ -532,7 +532,7 @@ class ReduceScatterAverager(GradientAverager):
             joint.complete()
 
     def _order_by_measured_times(self, replan: Callable[[CollectiveSchedule, Times], CollectiveSchedule]) -> None:
-        """Reorder the schedule's operations by the measured times of all ranks. Collective; called once."""
+        """Reorder the schedule's operations by the measured times of all ranks. Collective; the averager calls it once."""
         self.drain()
         self._replan = None
         times = over_ranks(self._clock.times(), self._names, self._comm, self.progress)

@@ -256,7 +256,7 @@ def operations_in_order(
     if ALL_SLICES not in norms:
         return (*inputs, *_with_norms(slices, order, norms))
     gathered = (operation for operation in order if operation.kind is OperationKind.ALLGATHER)
-    # Updates wait for the norms, and the norms for all sums. No gather can run under backward, so front layers go first.
+    # Updates wait for the norms, and the norms for all sums. No gather can run during backward, so front layers go first.
     late = sorted(gathered, key=lambda operation: slices[operation.slice].order)
     reductions = (operation for operation in order if operation.kind is not OperationKind.ALLGATHER)
     return (*inputs, *reductions, Operation(OperationKind.NORMS, ALL_SLICES, Stream.GRADIENTS), *late)

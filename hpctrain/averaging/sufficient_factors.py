@@ -59,9 +59,9 @@ class SufficientFactorExchange:
         # Columns of the inputs (rows of the weight) that each rank owns, slice by slice, including empty ones.
         spans = [[piece.part(rank, comm.size) for piece in slices] for rank in range(comm.size)]
         self._spans = [
-            [((begin - first) // self._outputs, (end - first) // self._outputs) for begin, end in of_rank] for of_rank in spans
+            [((begin - first) // self._outputs, (end - first) // self._outputs) for begin, end in parts] for parts in spans
         ]
-        self._columns = [sum(high - low for low, high in of_rank) for of_rank in self._spans]
+        self._columns = [sum(high - low for low, high in columns) for columns in self._spans]
         # A slice's product uses some of this rank's packed columns, after those of earlier slices.
         widths = [high - low for low, high in self._spans[comm.rank]]
         self._packed_columns = [(sum(widths[:piece]), sum(widths[: piece + 1])) for piece in range(len(slices))]

@@ -561,7 +561,7 @@ class Residual(Layer):
         shortcut: layer of the shortcut; None: the identity.
         before: layers by name, applied to the block's input; body and shortcut both read their result.
         shortcut_name: name of the shortcut; torchvision's is "downsample".
-        activation: layer applied to the sum; None: none.
+        activation: layer applied to the sum; None: there is none.
         activation_name: name of the activation.
 
     Raises:

@@ -108,7 +108,7 @@ class Undistributed:
 
 
 class Lowering:
-    """A model that is lowered at any number of samples and any image shape. It keeps the last graphs.
+    """A model that is lowered at any number of samples and any image shape. It caches the latest graphs.
 
     Args:
         freeze: name patterns of the layers that are not trained (see `frozen_layers`).

@@ -94,7 +94,7 @@ class StatisticSpec:
 
 @dataclass
 class Parameter:
-    """One trained tensor.
+    """Parameter of a network, with its data and its gradient.
 
     Attributes:
         name: torchvision's dotted name.

@@ -64,7 +64,7 @@ class Norms:
         """Mark the norms at these indices as complete: their message holds sums over all ranks."""
 
     def global_gradient(self) -> float:
-        """Return |g| over all parameters."""
+        """Return the norm |g| of the gradient of all parameters together."""
         return float(np.sqrt(self.squares[:, 1].sum()))
 
 

@@ -319,11 +319,11 @@ class BoundMoments:
     def counted(self, runs: Sequence[tuple[Segment, UpdateRun]]) -> Iterator[tuple[list[UpdateRun], Corrections]]:
         """Count an update of each segment, and yield the runs with their bias corrections, grouped by number of updates."""
         numbered = [(self.counts.count(segment), run) for segment, run in runs if segment.size]
-        for number, of_number in groupby(sorted(numbered, key=lambda entry: entry[0]), key=lambda entry: entry[0]):
+        for number, same_number in groupby(sorted(numbered, key=lambda entry: entry[0]), key=lambda entry: entry[0]):
             # The moments start at 0, so after this number of updates they are too small by these factors.
             first, second = 1.0 - self._rule.beta1**number, 1.0 - self._rule.beta2**number
             corrections = Corrections(1.0 / first, 1.0 / math.sqrt(second))
-            yield [self._packing.placed(run) for run in merged(run for _, run in of_number)], corrections
+            yield [self._packing.placed(run) for run in merged(run for _, run in same_number)], corrections
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

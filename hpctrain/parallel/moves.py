@@ -85,7 +85,7 @@ class SplitGroup:
         return int(self._buffer.size)
 
     def alltoall(self, send: Array, recv: Array, send_counts: Sequence[int], recv_counts: Sequence[int], purpose: str) -> Ticket:
-        """Send piece r of `send` to rank r, and receive piece r of `recv` from it. Collective; does not wait.
+        """Send piece r of `send` to rank r, and receive piece r of `recv` from it. Collective; it does not wait.
 
         The bits of bfloat16 are sent as uint16, since MPI has no such type.
         """

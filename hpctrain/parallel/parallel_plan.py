@@ -14,7 +14,7 @@ from hpctrain.core.text import choices
 
 
 class Parallelism(StrEnum):
-    """How the Pr ranks of a split group share one layer: by its samples, its weights (output channels), or its images."""
+    """Way in which the Pr ranks of a split group share a layer: by its samples, its weights (output channels) or its images."""
 
     BATCH = "batch"
     MODEL = "model"

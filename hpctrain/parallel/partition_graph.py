@@ -108,7 +108,7 @@ class PartitionedGraph:
 
 
 def partition_graph(graph: Graph, plan: ParallelPlan, counts: Sequence[int]) -> PartitionedGraph:
-    """Partition a graph over the ranks of a split group. Pure.
+    """Partition a graph over the ranks of a split group, as a pure function.
 
     Args:
         graph: model lowered at all samples of the split group.
@@ -192,7 +192,7 @@ class _Partitioner:
             self._steps.append(PartitionStep(name, (tensor,), self._moved[key], move=(source, wanted)))
         return self._moved[key]
 
-    def _new(self, of_tensor: Layout) -> int:
+    def _new(self, boxes: Layout) -> int:
         """Add a tensor and return its number."""
-        self._layouts.append(of_tensor)
+        self._layouts.append(boxes)
         return len(self._layouts) - 1

@@ -219,7 +219,7 @@ def report_plan(
     by_share = {share: _GroupReporter(graph_of(sum(share)), plan, share, parameters, kernels) for share in dict.fromkeys(shares)}
     split_groups = [by_share[share] for share in shares]
     entries = _by_position([group.entries for group in split_groups], plan.rows)
-    memory = None if kernels is None else tuple(of_rank for group in split_groups for of_rank in group.memory)
+    memory = None if kernels is None else tuple(report for group in split_groups for report in group.memory)
     item_bytes = sample.tensors[0].item_bytes
     groups = _parameter_groups(plan, split_groups, parameters)
     reported_counts = tuple(count for share in shares for count in share)
@@ -307,8 +307,8 @@ class _GroupReporter:
         There are none in backward if the input needs no gradient.
         """
         assert step.move is not None
-        of_move, of_adjoint = moved(*step.move), moved_back(*step.move)
-        forward, backward = (of_adjoint, of_move) if step.summed else (of_move, of_adjoint)
+        sent, returned = moved(*step.move), moved_back(*step.move)
+        forward, backward = (returned, sent) if step.summed else (sent, returned)
         zeros = (0,) * self.ranks
         return Traffic(forward, backward if self._needs_gradient[step.inputs[0]] else zeros, zeros, zeros)
 
@@ -350,8 +350,8 @@ class _GroupReporter:
         item = local.graph.tensors[0].item_bytes
         arena = training_plan(local, kernels).arena_bytes
         parameters = sum(held(shape, self.shards.get(name), rank) for name, shape in self._parameters.items())
-        of_parameters = specs.item_bytes(specs.parameter_dtype(local.graph.tensors[0].dtype))
-        return MemoryReport(arena, message_words(local) * item, parameters * of_parameters)
+        parameter_bytes = specs.item_bytes(specs.parameter_dtype(local.graph.tensors[0].dtype))
+        return MemoryReport(arena, message_words(local) * item, parameters * parameter_bytes)
 
 
 def message_words(local: LocalGraph) -> int:
@@ -408,14 +408,14 @@ def _by_position(groups: Sequence[Mapping[_Key, _Entry]], split_size: int) -> tu
     )
 
 
-def _join(of_groups: Sequence[_Entry]) -> _Entry:
+def _join(entries: Sequence[_Entry]) -> _Entry:
     """Return one entry for all split groups. Its sequences by position are those of the groups, one after another."""
-    first = of_groups[0]
-    traffic = Traffic.concatenated([entry.traffic for entry in of_groups])
-    activations = _chain(entry.activations for entry in of_groups)
+    first = entries[0]
+    traffic = Traffic.concatenated([entry.traffic for entry in entries])
+    activations = _chain(entry.activations for entry in entries)
     if isinstance(first, RedistributionReport):
         return replace(first, traffic=traffic, activations=activations)
-    layers = [entry for entry in of_groups if isinstance(entry, LayerReport)]
+    layers = [entry for entry in entries if isinstance(entry, LayerReport)]
     return replace(
         first,
         owns=tuple(box for layer in layers for box in layer.owns),
@@ -476,5 +476,5 @@ def _beyond(wanted: Interval, owned: Interval, size: int) -> int:
     return max(0, stop - start) - max(0, min(stop, owned[1]) - max(start, owned[0]))
 
 
-def _chain(of_groups: Iterator[Words]) -> Words:
-    return tuple(chain.from_iterable(of_groups))
+def _chain(parts: Iterator[Words]) -> Words:
+    return tuple(chain.from_iterable(parts))

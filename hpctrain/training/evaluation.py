@@ -374,8 +374,8 @@ def predict(
     first = 0
     for batch, mirror in pairs(loader, mirrored):
         progress.notes.alive()
-        of_all = _gathered(_top(log_probabilities(network, batch, mirror), top), batch.counts, comm, progress)
-        yield TopClasses(first, of_all[:, :top].astype(np.int64), of_all[:, top:])
+        gathered = _gathered(_top(log_probabilities(network, batch, mirror), top), batch.counts, comm, progress)
+        yield TopClasses(first, gathered[:, :top].astype(np.int64), gathered[:, top:])
         first += batch.global_count
 
 
@@ -387,10 +387,10 @@ def _gathered(own: np.ndarray, counts: Sequence[int], comm: Communicator, progre
         counts: number of samples N of each rank.
     """
     width = own.shape[1]
-    of_all = np.empty((sum(counts), width), np.float64)
+    gathered = np.empty((sum(counts), width), np.float64)
     queue, pieces = progress.queue(comm), [count * width for count in counts]
-    progress.wait(queue.post(lambda: comm.iallgather(own, of_all, pieces), "predictions"))
-    return of_all
+    progress.wait(queue.post(lambda: comm.iallgather(own, gathered, pieces), "predictions"))
+    return gathered
 
 
 def _top(logarithms: np.ndarray, top: int) -> np.ndarray:

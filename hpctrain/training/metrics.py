@@ -187,7 +187,7 @@ class RunningSums:
 
 @dataclass
 class EvaluationSums(RunningSums):
-    """Sums over a test set.
+    """Sums of an evaluation, with the weights and with their average.
 
     Attributes:
         averaged: sums with the averaged weights; None without averaged weights.

@@ -106,20 +106,20 @@ def check_exact(shards: int, network: Network, groups: GridGroups) -> None:
         raise ConfigError(fault)
 
 
-def check_counts(of_ranks: Sequence[int], shards: int) -> None:
+def check_counts(by_rank: Sequence[int], shards: int) -> None:
     """Raise unless the samples of a step are distributed over the ranks as loaders with the keyword `shards` distribute them.
 
     Args:
-        of_ranks: number of samples of each rank.
+        by_rank: number of samples of each rank.
         shards: number of shards of all ranks.
 
     Raises:
         ConfigError: the distribution differs; the same error on every rank.
     """
-    expected = counts(sum(of_ranks), len(of_ranks), shards=shards)
-    if tuple(of_ranks) != expected:
+    expected = counts(sum(by_rank), len(by_rank), shards=shards)
+    if tuple(by_rank) != expected:
         raise ConfigError(
-            f"The ranks have {_listed(of_ranks)} samples of a step, but {shards} shards of {sum(of_ranks)} samples require "
+            f"The ranks have {_listed(by_rank)} samples of a step, but {shards} shards of {sum(by_rank)} samples require "
             f"{_listed(expected)}; create the loader with the keywords of replica.place."
         )
 
@@ -208,17 +208,17 @@ class Passes:
         shards = self.among(comm)
         return None if shards is None else ShardGradients(group, shards, homes=self.following == 1)
 
-    def check(self, of_ranks: Sequence[int]) -> None:
+    def check(self, by_rank: Sequence[int]) -> None:
         """Raise unless the samples of a step are distributed as the passes require.
 
         Args:
-            of_ranks: number of samples of each rank.
+            by_rank: number of samples of each rank.
 
         Raises:
             ConfigError: the distribution over the shards differs (see `check_counts`).
         """
         if self.shards is not None:
-            check_counts(of_ranks, self.shards)
+            check_counts(by_rank, self.shards)
 
 
 #: scopes of images that share statistics: one shard, one rank, the ranks that share samples, or all ranks
@@ -288,8 +288,8 @@ class StatisticsSharing:
             return min(filter(None, even(samples, self.shards or 1)))
         plan = self.plan
         size = {_RANK: 1, _GROUP: plan.rows, _ALL: plan.rows * plan.cols}[scope]
-        of_ranks = counts(samples, plan.rows * plan.cols, plan.rows)
-        teams = {of_ranks[first : first + size] for first in range(0, len(of_ranks), size)}  # a set: most are equal
+        by_rank = counts(samples, plan.rows * plan.cols, plan.rows)
+        teams = {by_rank[first : first + size] for first in range(0, len(by_rank), size)}  # a set: most are equal
         return min(filter(None, (count for team in teams for count in _samples_of_passes(team, self.micro_batches))))
 
     def _scope(self, node: Node) -> str:

@@ -55,7 +55,7 @@ class LoopState:
     Args:
         stop_asked: function that returns whether this rank was asked to stop.
         most_skips: maximum number of consecutive steps that may be skipped because they are not finite.
-        saver: saver that writes checkpoints while steps continue; None: none before `writes_with`.
+        saver: saver that writes checkpoints while steps continue; None: there is none until `writes_with` sets one.
 
     Attributes:
         skipped: total number of steps that changed nothing.

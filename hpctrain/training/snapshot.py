@@ -92,19 +92,19 @@ class Shards:
     def maxima(self, name: str, counts: Sequence[int]) -> list[int]:
         """Return the maximum over ranks of each of `counts`, which belong to a split parameter. Collective."""
         assert self._holders is not None, f"{name} is split, but no rank holds the rest"
-        of_ranks = np.empty((self._holders.size, len(counts)), np.int64)
-        handle = self._holders.iallgather(np.array(counts, np.int64), of_ranks.reshape(-1), [len(counts)] * self._holders.size)
+        by_rank = np.empty((self._holders.size, len(counts)), np.int64)
+        handle = self._holders.iallgather(np.array(counts, np.int64), by_rank.reshape(-1), [len(counts)] * self._holders.size)
         self._progress.wait_handle(handle, f"counts of {name}")
-        return [int(count) for count in of_ranks.max(axis=0)]
+        return [int(count) for count in by_rank.max(axis=0)]
 
     def _agree(self, holders: Communicator) -> dict[str, list[int]]:
         """Return, for each split parameter, the length of each rank's part along the split dim. Collective."""
         split = {name: shard for name, shard in self._network.shards.items() if shard is not None}
-        of_holders: list[dict[str, Shard]] = holders.allgather_object(split)
+        all_shards: list[dict[str, Shard]] = holders.allgather_object(split)
         for name in split:
-            intervals = [shards[name].interval for shards in of_holders]
+            intervals = [shards[name].interval for shards in all_shards]
             assert all(before[1] == after[0] for before, after in pairwise(intervals)), f"parts of {name}: {intervals}"
-        return {name: [shards[name].interval[1] - shards[name].interval[0] for shards in of_holders] for name in split}
+        return {name: [shards[name].interval[1] - shards[name].interval[0] for shards in all_shards] for name in split}
 
 
 def full_states(averager: GradientAverager, shards: Shards) -> Iterator[tuple[Parameter, dict[str, np.ndarray]]]:
@@ -222,7 +222,7 @@ def take(
     for each in _held(network, averagers, shards, average):
         value = each.values
         if each.name is not None and value.ndim > len(shards.whole_shape(each.name)):
-            value = np.stack([shards.whole(each.name, of_holder) for of_holder in value])
+            value = np.stack([shards.whole(each.name, part) for part in value])
         elif each.name is not None:
             value = shards.whole(each.name, value)
         if keep:
@@ -316,9 +316,9 @@ def _put_counters(content: CheckpointContent, averagers: Mapping[str, GradientAv
     On another grid, which has other groups, the counters of any group are used: counters of one name are equal in all groups.
     """
     stored: Mapping[str, Mapping[str, int]] = content.meta.get(_COUNTERS) or {}  # type: ignore[assignment]
-    of_all = {name: count for counters in stored.values() for name, count in counters.items()}
+    counts = {name: count for counters in stored.values() for name, count in counters.items()}
     for group, averager in averagers.items():
-        averager.load_counters({**of_all, **stored.get(group, {})})
+        averager.load_counters({**counts, **stored.get(group, {})})
 
 
 def _kept_back(content: CheckpointContent, key: str, name: str, network: Network, shards: Shards, holders: int) -> np.ndarray:
@@ -335,7 +335,7 @@ def _kept_back(content: CheckpointContent, key: str, name: str, network: Network
         has_writers = stored.ndim > len(shape)  # older checkpoints hold the sum over writers
         writers = stored.shape[0] if has_writers else 1
         by_writer = restore(content, key, (writers, *shape) if has_writers else shape, dtype).reshape(writers, *shape)
-    return for_holders(np.stack([shards.part(name, of_writer).reshape(-1) for of_writer in by_writer]), holders)
+    return for_holders(np.stack([shards.part(name, gradient).reshape(-1) for gradient in by_writer]), holders)
 
 
 def _refuse_leftovers(content: CheckpointContent, expected: set[str]) -> None:
@@ -421,15 +421,15 @@ def take_parts(
 ) -> dict[str, Part]:
     """Return copies of the parts that this rank writes, by key. Call it after a drain; collective if `full_states` is."""
     everyone = groups.all_ranks
-    for_all, of_groups = _shares(everyone), {group: _shares(comm) for group, comm in groups.gradients.items()}
+    all_shares, group_shares = _shares(everyone), {group: _shares(comm) for group, comm in groups.gradients.items()}
     parts: dict[str, Part] = {}
     for each in _held(network, averagers, shards, average):
-        shape, box, shares = each.values.shape, whole(each.values.shape), for_all
+        shape, box, shares = each.values.shape, whole(each.values.shape), all_shares
         if each.name is not None:
-            of_part = shards.box(each.name)
-            holders = each.values.shape[: each.values.ndim - len(of_part)]
-            shape, box = (*holders, *shards.whole_shape(each.name)), (*whole(holders), *of_part)
-            shares = for_all if shards.is_whole(each.name) else of_groups[each.group]
+            own_box = shards.box(each.name)
+            holders = each.values.shape[: each.values.ndim - len(own_box)]
+            shape, box = (*holders, *shards.whole_shape(each.name)), (*whole(holders), *own_box)
+            shares = all_shares if shards.is_whole(each.name) else group_shares[each.group]
         own = shares.own(box, each.values.itemsize) if size_of(box) else None
         if 0 in shape and everyone.rank == 0:  # rank 0 writes name and shape of a tensor without elements
             own = whole(shape)

@@ -208,10 +208,10 @@ class _Taken:
 
     def add(self, kind: int, names: Sequence[str], fetches: Sequence[Fetch], owned: Sequence[bool] = ()) -> None:
         """Add the sums of some arrays, of which this rank owns none by default."""
-        of_kind = self._kinds[kind]
-        of_kind[0].extend(names)
-        of_kind[1].extend(owned or [False] * len(names))
-        of_kind[2].extend(fetches)
+        lists = self._kinds[kind]
+        lists[0].extend(names)
+        lists[1].extend(owned or [False] * len(names))
+        lists[2].extend(fetches)
 
     def checksum(self, kind: int, first: int) -> int:
         """Wait for the sums of a kind, and return their CRC-32, continued from `first`."""

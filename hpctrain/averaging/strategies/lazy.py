@@ -159,7 +159,7 @@ class LazyInterval:
             return
         self._progress.wait(self._ticket)
         self._ticket = None
-        latest, total, difference = (sum(of_ranks) for of_ranks in self._squares.T.tolist())
+        latest, total, difference = (sum(column) for column in self._squares.T.tolist())
         self._decided = next_interval(self.interval, self._compared_steps, latest, total, difference, self._max_interval)
 
     def counters(self) -> dict[str, int]:
@@ -283,9 +283,9 @@ class LazyAverager(ReduceScatterAverager):
         squares += self._squares_alone
         for k, latest in self._latest_sums.items():
             total = self.operations.sums[k]
-            of_latest, of_total = self._arithmetic.square_sums((latest, total))
+            latest_square, total_square = self._arithmetic.square_sums((latest, total))
             self._arithmetic.subtract(latest, total)
-            squares += (of_latest, of_total, self._arithmetic.square_sums((latest,))[0])
+            squares += (latest_square, total_square, self._arithmetic.square_sums((latest,))[0])
 
     # -- gradients that are not averaged yet ---------------------------------------------------------------------------------
 

@@ -1,7 +1,7 @@
-"""Sharded averaging, the default: reduce-scatter, update of 1/P per rank, allgather of parameters under the next forward.
+"""Sharded averaging, the default: reduce-scatter, update of 1/P per rank, allgather of parameters in the next forward.
 
 Lee, Agrawal, Balaprakash, Choudhary and Liao, "Communication-efficient parallelization strategy for deep convolutional neural
-network training", MLHPC 2018. It moves as much data as an allreduce, half of it under the next forward. The update on each rank
+network training", MLHPC 2018. It moves as much data as an allreduce, half of it during the next forward. The update on each rank
 costs 1/P of a full update.
 """
 
@@ -54,8 +54,8 @@ class Sharded(ReduceScatterStrategy):
     """Averaging by a reduce-scatter of gradients in backward, and an allgather of updated parameters in the next forward.
 
     Reduce-scatters run in the order of backward on one communicator, allgathers on another, so that each may overtake the other.
-    Small layers are fused, large ones cut. Allgathers run front layers first. Those of late layers run under backward if the link
-    would otherwise idle, according to times measured in the first steps.
+    Small layers are fused, large ones cut. Allgathers run front layers first. Those of late layers run during backward if the
+    link would otherwise idle, according to times measured in the first steps.
     """
 
     Options = ShardedOptions

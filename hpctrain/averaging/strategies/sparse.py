@@ -209,8 +209,8 @@ class SparseOperations(OwnerOperations):
 
     def kept_back(self) -> list[np.ndarray]:
         """Return the arrays with residuals and momentum, which steps change."""
-        of_parts = (array for part in self._parts.values() for array in (part.residual, part.velocity))
-        return [*of_parts, *self._velocities.values()]
+        arrays = (array for part in self._parts.values() for array in (part.residual, part.velocity))
+        return [*arrays, *self._velocities.values()]
 
     # -- starts ----------------------------------------------------------------------------------------------------------------
 
@@ -319,16 +319,16 @@ class SparseOperations(OwnerOperations):
         inside = segment.part(begin, begin + part.size)
         part[inside.start - begin : inside.stop - begin] = whole[inside.start - segment.start : inside.stop - segment.start]
 
-    def _by_node(self, name: str, of_slice: Callable[[int], np.ndarray | None], progress: ProgressEngine) -> np.ndarray:
+    def _by_node(self, name: str, slice_array: Callable[[int], np.ndarray | None], progress: ProgressEngine) -> np.ndarray:
         """Return an array (nodes, size) of a parameter, gathered from the parts of all ranks. Collective.
 
         Args:
-            of_slice: function slice -> array of this rank's part; None if no rank has an array for the slice.
+            slice_array: function slice -> array of this rank's part; None if no rank has an array for the slice.
         """
         segment, comm = self.group.segment(name), self.comm
         by_node = np.zeros((self.nodes, segment.size), self.group.dtype)
         for k in self.touching[name]:
-            values = of_slice(k)
+            values = slice_array(k)
             if values is None:
                 continue
             piece, begin = self.schedule.slices[k], self._bounds(k)[0]

@@ -319,10 +319,10 @@ def meetings(blocks: Sequence[Block]) -> np.ndarray:
     first, last = spans[:, 0], spans[:, 1]
     both = (first[:, None] <= last) & (first <= last[:, None])
     counts = [len(block.spans) for block in blocks]
-    of_blocks = np.cumsum([0, *counts[:-1]])
-    meets: np.ndarray = both[np.ix_(of_blocks, of_blocks)]
+    starts = np.cumsum([0, *counts[:-1]])
+    meets: np.ndarray = both[np.ix_(starts, starts)]
     for k in np.flatnonzero(np.array(counts) > 1):  # few blocks live in several intervals
-        row = np.logical_or.reduceat(both[of_blocks[k] : of_blocks[k] + counts[k]].any(axis=0), of_blocks)
+        row = np.logical_or.reduceat(both[starts[k] : starts[k] + counts[k]].any(axis=0), starts)
         meets[k] |= row
         meets[:, k] |= row
     return meets
