@@ -295,7 +295,7 @@ class Network:
             )
 
     def graph(self, batch: int, image_shape: ImageShape | None = None) -> Graph:
-        """Return the model lowered at (batch, H, W, C), before fusion."""
+        """Return the model lowered at (batch, H, W, C), before fusion. `image_shape` defaults to the network's image shape."""
         return self._lowering.graph(batch, image_shape or self.image_shape)
 
     def program(

@@ -183,7 +183,7 @@ class MomentumOptimizer(_DecayingOptimizer):
         if not 0.0 <= self.momentum < 1.0:
             raise OptionError(f"momentum {self.momentum} is outside [0, 1); the usual value is 0.9.", "momentum")
         if self.nesterov and self.momentum == 0.0:
-            raise OptionError(f"nesterov needs a momentum above 0, but momentum is {self.momentum}; set it to 0.9.", "nesterov")
+            raise OptionError(f"nesterov needs a momentum above 0, but momentum is {self.momentum}; 0.9 is usual.", "nesterov")
         self.check_decay()
         check_clip_norm(self.clip_norm)
 

@@ -198,7 +198,7 @@ class StepTimes(Observer):
             self._later_steps += self._epochs > 1
 
     def _read(self) -> tuple[float, ...]:
-        """Return the sums so far, in the order of the arguments of `StepParts.of` after `steps`."""
+        """Return the times accumulated so far, in the order of the arguments of `StepParts.of` after `steps`."""
         now, account = self._clock(), self._progress.account
         waited = self._progress.waited_seconds - account.waited_updates_ns * 1e-9
         if self._processor is None:

@@ -482,7 +482,7 @@ def evaluated_with(
 ) -> RunningSums:
     """Return the sums of an evaluation. Collective.
 
-    With an average of the weights, evaluate it in a second pass and return `EvaluationSums`.
+    With an average of the weights, make a second pass with it and return `EvaluationSums`.
 
     Args:
         evaluate: function that makes one pass, with the keywords `confusion` and `advance`.

@@ -177,7 +177,7 @@ class Position:
     def in_steps(self, samples_per_epoch: int, batch: int) -> float:
         """Return the progress in steps of `batch` samples, as if all steps had this batch.
 
-        If all steps had this batch, the result is exactly a whole number.
+        The result is a whole number, without rounding errors, if all steps really had this batch.
         """
         return self.epoch * -(-samples_per_epoch // batch) + self.samples / batch
 
