@@ -123,9 +123,9 @@ class CacheConfig(Section):
     )
     fill: Literal["auto", "first_epoch", "start"] = Field(
         default="auto",
-        description="Time of filling the memory. first_epoch: each node reads samples when they are first needed. start: all "
-        "samples are read before the first step, each by one rank of the job, and sent to the other nodes. auto: start if there "
-        "are several nodes, else first_epoch.",
+        description="Time of filling the memory. With first_epoch, each node reads samples when they are first needed. With "
+        "start, one rank of the job reads each sample before the first step, and sends it to the other nodes. auto uses start "
+        "on several nodes, else first_epoch.",
     )
     local: Text | None = Field(
         default=None,
