@@ -119,7 +119,7 @@ class Recipe:
 
     @cached_property
     def lowering(self) -> Lowering:
-        """Graphs of the model, with frozen layers. Reading it raises a ConfigError if a pattern of these matches no layer."""
+        """Graphs of the model, with frozen layers. Reading it raises a ConfigError if `init.freeze` does not fit the model."""
         return Lowering(self.model, self.config.init.freeze, "float32" if self.backend is None else self.backend.dtype)
 
     @property

@@ -102,8 +102,8 @@ def fetch(name: str, out: Path, overwrite: bool) -> None:
     """Download a data set and convert it.
 
     The gzipped IDX files of Fashion-MNIST or MNIST, or the archive cifar-10-binary.tar.gz, are taken from the first place that
-    has them: the directory of --out, an installed Debian package (Fashion-MNIST only), or the public address. If train.h5 and
-    test.h5 exist, nothing is done.
+    has them: the directory of --out, an installed Debian package (Fashion-MNIST only), or the public address. Files train.h5 and
+    test.h5 that exist are kept, unless --overwrite is set.
     """
     from hpctrain.data import fetch as sources
 

@@ -100,9 +100,9 @@ def environment_mpiexec() -> str:
 
 def wrong_launcher(launcher: Launcher, library: str, mpiexec: str) -> DoctorFinding | None:
     """Return a finding if only one of launcher and library is Open MPI's; None otherwise, or if that is unknown."""
-    hydras = ("MPICH", "Intel", "MVAPICH", "Cray")  # these are compatible
+    compatible = ("MPICH", "Intel", "MVAPICH", "Cray")  # their launchers start each other's programs
     of_open_mpi = launcher.name.startswith("Open MPI")
-    known = of_open_mpi or launcher.name.startswith(hydras)
+    known = of_open_mpi or launcher.name.startswith(compatible)
     if not library or not known or of_open_mpi == ("Open MPI" in library):
         return None
     fix = f"{mpiexec} -n {launcher.expected_size} python -m mpi4py -m hpctrain ..." if mpiexec else ""
