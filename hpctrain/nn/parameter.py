@@ -232,7 +232,7 @@ _BATCH_ROLE = {"running_mean": "batch_mean", "running_var": "batch_var"}
 
 
 class ProgramStatistics(Protocol):
-    """Statistics of one program."""
+    """Running and batch statistics that the operators of one program read and write."""
 
     def by_role(self, names: Mapping[str, str]) -> dict[str, Array]:
         """Return the running and batch statistics of one operator by role.

@@ -49,7 +49,7 @@ class RankStatistics:
     should have no other use: on the gradients' communicator they would wait for the gradients.
 
     Args:
-        comm: ranks that share the step.
+        comm: ranks over whose samples the statistics are computed.
     """
 
     def __init__(self, comm: Communicator, progress: ProgressEngine) -> None:

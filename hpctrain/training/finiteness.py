@@ -68,7 +68,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class FiniteCheck:
-    """Pending check of arrays.
+    """Pending check whether arrays are finite.
 
     Attributes:
         holders: kind of each array and name of its parameter.

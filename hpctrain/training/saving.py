@@ -378,7 +378,7 @@ def one_file(
     written: Callable[[], None] = _nothing,
     prepare: Callable[[], None] = _nothing,
 ) -> Writing:
-    """Return the `Writing` with which rank 0 writes a checkpoint as a single file. Nothing is written before it runs.
+    """Return the `Writing` with which rank 0 writes a checkpoint as a single file. The call itself writes nothing.
 
     Args:
         content: content of the file; unused on other ranks.
