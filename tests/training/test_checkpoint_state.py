@@ -119,19 +119,6 @@ def test_what_is_put_is_taken_again(net: str, strategy: str, default: Parallelis
         assert all(not other.tensors for other in others)
 
 
-def test_each_rank_takes_its_part() -> None:
-    content = alone(nets.plain())
-
-    def weights(comm: ThreadCommunicator) -> np.ndarray:
-        trained = replica(comm, nets.plain(), ParallelPlan(3, 1, Parallelism.MODEL), Blocking)
-        trained.load_weights(content)
-        return trained.network.parameters["fc1.weight"].data.copy()
-
-    whole = content.tensors["parameters/fc1.weight"]  # (72, 11)
-    for part, columns in zip(run_virtual(3, weights), (slice(0, 4), slice(4, 8), slice(8, 11)), strict=True):
-        assert np.array_equal(part, whole[:, columns])
-
-
 def test_a_snapshot_of_another_model_is_refused_by_its_whole_shape() -> None:
     content = alone(nets.plain(classes=6))
 

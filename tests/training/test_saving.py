@@ -29,6 +29,14 @@ def saver_of(comm: Communicator, reporter: Heard, *, asynchronous: bool = True, 
     return Saver(comm, FlightNotes(None), reporter, asynchronous=asynchronous, deadline_seconds=deadline)
 
 
+def begun(comm: Communicator, reporter: Heard, own: Callable[[], Any] | None, *, deadline: float = 60.0) -> Saver:
+    """A saver that writes the checkpoint of step 5."""
+    saver = saver_of(comm, reporter, deadline=deadline)
+    assert saver.ready(5)
+    saver.begin(Writing(5, Path("c"), own))
+    return saver
+
+
 def step(comm: ThreadCommunicator, saver: Saver) -> bool:
     """Hear the news as a training step does; whether ranks exchanged their states."""
     total = sum(comm.allgather_object(saver.status_flag()))
@@ -77,11 +85,9 @@ def test_a_checkpoint_is_published_once_every_rank_has_written_its_part(asynchro
 
 def test_copies_of_tensors_are_let_go_as_soon_as_they_are_written() -> None:
     """They are as large as the parameters with their optimizer's state."""
-    saver = saver_of(SingleCommunicator(), Heard())
     copies = np.zeros(3)
     alive = weakref.ref(copies)
-    assert saver.ready(5)
-    saver.begin(Writing(5, Path("c"), partial(np.sum, copies)))
+    saver = begun(SingleCommunicator(), Heard(), partial(np.sum, copies))
     del copies
     end = time.monotonic() + 30
     while saver.status_flag() == 0 and time.monotonic() < end:
@@ -122,9 +128,7 @@ def test_a_failure_is_reported_once_on_all_ranks_and_tried_again() -> None:
             raise CheckpointError("There is no room.")
 
     def work(comm: ThreadCommunicator, reporter: Heard) -> list[str]:
-        saver = saver_of(comm, reporter)
-        saver.ready(5)
-        saver.begin(Writing(5, Path("c"), full if comm.rank == 2 else None))
+        saver = begun(comm, reporter, full if comm.rank == 2 else None)
         steps_until(comm, saver, lambda: len(tries) == 3)
         saver.finish()
         [(kind, record)] = reporter.records
@@ -143,11 +147,9 @@ def test_the_next_one_takes_the_place_of_one_that_cannot_be_written() -> None:
         raise CheckpointError("There is no room.")
 
     def work(comm: ThreadCommunicator, reporter: Heard) -> list[str]:
-        saver, is_root = saver_of(comm, reporter), comm.rank == 0
-        saver.ready(5)
-        saver.begin(Writing(5, Path("c"), refuse if is_root else None))
+        saver = begun(comm, reporter, refuse if comm.rank == 0 else None)
         assert saver.ready(6)
-        saver.begin(Writing(6, Path("d"), (lambda: written.append(6)) if is_root else None))
+        saver.begin(Writing(6, Path("d"), (lambda: written.append(6)) if comm.rank == 0 else None))
         saver.finish()
         return reporter.lines
 
@@ -164,9 +166,7 @@ def test_the_end_of_a_run_without_its_last_checkpoint_is_an_error_on_all_ranks()
         raise CheckpointError("There is no room.")
 
     def work(comm: ThreadCommunicator, reporter: Heard) -> str:
-        saver = saver_of(comm, reporter)
-        saver.ready(5)
-        saver.begin(Writing(5, Path("c"), refuse if comm.rank == 1 else None))
+        saver = begun(comm, reporter, refuse if comm.rank == 1 else None)
         with pytest.raises(CheckpointError) as caught:
             saver.finish()
         return str(caught.value)
@@ -179,9 +179,7 @@ def test_a_disk_that_hangs_is_reported_once_leaves_checkpoints_out_and_is_given_
     release = threading.Event()
 
     def work(comm: ThreadCommunicator, reporter: Heard) -> list[str]:
-        saver = saver_of(comm, reporter, deadline=0.3)
-        saver.ready(5)
-        saver.begin(Writing(5, Path("c"), (lambda: release.wait(60)) if comm.rank == 1 else None))
+        saver = begun(comm, reporter, (lambda: release.wait(60)) if comm.rank == 1 else None, deadline=0.3)
         steps_until(comm, saver, lambda: bool(reporter.lines))
         for _ in range(20):
             assert not step(comm, saver)
@@ -203,9 +201,7 @@ def test_a_last_checkpoint_that_was_left_out_is_an_error_too() -> None:
     release = threading.Event()
 
     def work(comm: ThreadCommunicator, reporter: Heard) -> None:
-        saver = saver_of(comm, reporter, deadline=0.2)
-        saver.ready(5)
-        saver.begin(Writing(5, Path("c"), (lambda: release.wait(60)) if comm.rank == 0 else None))
+        saver = begun(comm, reporter, (lambda: release.wait(60)) if comm.rank == 0 else None, deadline=0.2)
         assert not saver.ready(6)
         comm.allgather_object(None)
         release.set()
@@ -217,9 +213,7 @@ def test_a_last_checkpoint_that_was_left_out_is_an_error_too() -> None:
 
 def test_an_error_that_is_a_bug_is_raised_in_the_program() -> None:
     def work(comm: ThreadCommunicator, reporter: Heard) -> None:
-        saver = saver_of(comm, reporter)
-        saver.ready(5)
-        saver.begin(Writing(5, Path("c"), lambda: 1 // 0))
+        saver = begun(comm, reporter, lambda: 1 // 0)
         with pytest.raises(ZeroDivisionError):
             steps_until(comm, saver, lambda: False)
 
