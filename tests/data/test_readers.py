@@ -35,6 +35,11 @@ def way(request, monkeypatch):
     return request.param
 
 
+def loader_of(file, batch, *, cache, prefetch=0):
+    pipeline = Pipeline([], 3, np.zeros(3), np.ones(3), "float64")
+    return Loader(file, Sampler(len(file), batch, seed=3), pipeline, prefetch=prefetch, pixels=cached(file, cache=cache))
+
+
 def cut_short(file, sample):
     """Cut the file inside a sample, on a page: from the page on nothing is there any more."""
     page = 4096
@@ -94,15 +99,8 @@ def test_the_loader_names_it_and_the_rank(make_file, cache, prefetch):
     file, _, _ = make_file(count=40, shape=SHAPE)
     file.pixels.policy = ReadPolicy(None, " (on rank 1 of 4, node7)", ())
     cut_short(file, 21)
-    loader = Loader(
-        file,
-        Sampler(40, 8, seed=3),
-        Pipeline([], 3, file.mean, file.std, "float32"),
-        prefetch=prefetch,
-        pixels=cached(file, cache=cache),
-    )
     with pytest.raises(UnreadableError, match=r"^Sample \d+ of the data file .*\(on rank 1 of 4, node7\)\.$"):
-        list(loader.epoch(0))
+        list(loader_of(file, 8, cache=cache, prefetch=prefetch).epoch(0))
 
 
 @pytest.mark.parametrize(("times", "right"), [(1, True), (2, True), (3, False)])
@@ -161,13 +159,7 @@ def test_others_stand_in_for_samples_that_cannot_be_read(make_file, monkeypatch,
         while other in bad:
             other = (other + 1) % 9
         instead[sample] = other
-    loader = Loader(
-        file,
-        Sampler(9, 4, seed=3),
-        Pipeline([], 3, np.zeros(3), np.ones(3), "float64"),
-        prefetch=0,
-        pixels=cached(file, cache=cache),
-    )
+    loader = loader_of(file, 4, cache=cache)
     for epoch in range(2):
         for batch in loader.epoch(epoch):
             read = [instead.get(sample, sample) for sample in batch.sample_ids.tolist()]
@@ -383,9 +375,7 @@ def test_others_stand_in_for_damaged_pictures(make_encoded, cache, prefetch):
     encoded.pixels.policy = ReadPolicy(2, "", ())
     instead = np.arange(13)
     instead[[4, 5]] = 6
-    pipeline = Pipeline([], 3, np.zeros(3), np.ones(3), "float64")
-    loader = Loader(encoded, Sampler(13, 4, seed=3), pipeline, prefetch=prefetch, pixels=cached(encoded, cache=cache))
-    for batch in loader.epoch(0):
+    for batch in loader_of(encoded, 4, cache=cache, prefetch=prefetch).epoch(0):
         read = instead[batch.sample_ids]
         np.testing.assert_allclose(batch.x, pixels.images[read] / 255, rtol=1e-12)
         assert np.array_equal(batch.y, pixels.labels[read])
