@@ -36,10 +36,10 @@ from hpctrain.backend.pixels import PixelBatch
 from hpctrain.backend.specs import PoolSpec, TensorSpec
 from hpctrain.comm import device_probe
 from hpctrain.comm.base import Complete
-from hpctrain.comm.progress import ProgressEngine
 from hpctrain.nn.compile import validate
 from hpctrain.testing.operators import OperatorBench
 from hpctrain_testing.emulator.device import EmulatedDevice
+from hpctrain_testing.virtual.run import lone_rank
 from tests.support.emulated import CudaKernelsFactory, EmulatedDeviceFactory
 
 
@@ -314,20 +314,19 @@ def test_the_tolerance_of_float32_follows_the_length_of_the_sum() -> None:
 
 
 @pytest.mark.parametrize("precision", ["float64", "float32", "bfloat16"])
-def test_the_emulated_device_passes(cuda_kernels: CudaKernelsFactory, tmp_path: Path, precision: str) -> None:
-    report, missing = StageReport(tmp_path / "kernels.json", "kernels", "emulated"), set[str]()
+def test_the_emulated_device_passes(cuda_kernels: CudaKernelsFactory, report: StageReport, precision: str) -> None:
+    missing = set[str]()
     compare_all(cuda_kernels(precision, 2), None, precision, FAST, report, missing)
     assert not missing
-    assert len(report.content["checks"]) == len(FAST)
-    assert all(check["passed"] for check in report.content["checks"])
+    assert outcomes(report) == [True] * len(FAST)
     errors = {row["case"]: row["worst"] for row in report.content[f"errors {precision}"]}
     assert max(errors.values()) <= TOLERANCES[precision]
 
 
 def test_a_wrong_kernel_and_one_that_raises_are_failed_checks(
-    cuda_kernels: CudaKernelsFactory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cuda_kernels: CudaKernelsFactory, report: StageReport, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    report, kernels = StageReport(tmp_path / "kernels.json", "kernels", "emulated"), cuda_kernels("float64", 2)
+    kernels = cuda_kernels("float64", 2)
     pools = [case for case in FAST if isinstance(case.spec, PoolSpec)][:2]
     make = kernels.make
 
@@ -338,7 +337,7 @@ def test_a_wrong_kernel_and_one_that_raises_are_failed_checks(
 
     monkeypatch.setattr(kernels, "make", wrong)
     compare_all(kernels, None, "float64", pools, report, set())
-    assert [check["passed"] for check in report.content["checks"]] == [False, False]
+    assert outcomes(report) == [False, False]
     assert report.content["checks"][1]["text"] == "ValueError: no such kernel"
 
 
@@ -356,54 +355,40 @@ def test_a_wrong_rounding_is_found() -> None:
     assert pattern & 0x1FFFF == 0x8000
 
 
-@pytest.fixture
-def links_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StageReport:
-    monkeypatch.setattr(device_probe, "trial", lambda: "unaware: no driver")
-    return StageReport(tmp_path / "stage.json", "links", "emulated")
-
-
 @pytest.mark.usefixtures("emulated_device")
-def test_all_operations_are_checked(links_report: StageReport, tmp_path: Path) -> None:
-    links.run(Settings("emulated", tmp_path), links_report)
-    names = [check["name"] for check in links_report.content["checks"]]
+def test_all_operations_are_checked(report: StageReport, settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_probe, "trial", lambda: "unaware: no driver")
+    links.run(settings, report)
+    names = [check["name"] for check in report.content["checks"]]
     kinds = ("allreduce", "reduce-scatter", "allgather", "allgather in place", "broadcast", "all-to-all")
     assert names == ["this rank has a GPU of its own", *(f"NCCL with one rank: {kind}" for kind in kinds)]
-    assert all(check["passed"] for check in links_report.content["checks"])
-    assert links_report.content["mpi"] == "unaware: no driver"
+    assert all(outcomes(report))
+    assert report.content["mpi"] == "unaware: no driver"
 
 
-def test_an_operation_that_brings_nothing_fails(links_report: StageReport, cuda_kernels: CudaKernelsFactory) -> None:
-    def abort(code: int) -> None:
-        raise SystemExit(code)
-
-    engine = ProgressEngine(rank=0, deadline_seconds=20.0, abort=abort)
-    links.check("nothing", lambda send, recv: Complete(), cuda_kernels("float32"), engine, links_report)
-    (check,) = links_report.content["checks"]
+def test_an_operation_that_brings_nothing_fails(report: StageReport, cuda_kernels: CudaKernelsFactory) -> None:
+    links.check("nothing", lambda send, recv: Complete(), cuda_kernels("float32"), lone_rank()[1], report)
+    (check,) = report.content["checks"]
     assert (check["passed"], check["text"]) == (False, "0.0 to 0.0 of 10.0")
 
 
 SIZES = pixels.Sizes(9, 7, 4, 2)
 
 
-@pytest.fixture
-def pixels_report(tmp_path: Path) -> StageReport:
-    return StageReport(tmp_path / "stage.json", "pixels", "emulated")
-
-
 @pytest.mark.parametrize("precision", ["float64", "float32", "bfloat16"])
 def test_bits_are_compared_and_a_rate_is_reported(
-    emulated_device: EmulatedDeviceFactory, pixels_report: StageReport, precision: Precision
+    emulated_device: EmulatedDeviceFactory, report: StageReport, precision: Precision
 ) -> None:
     kernels = kernel_set(emulated_device(2), precision)
-    check_bits(kernels, SIZES, pixels_report)
-    add_rate(kernels, SIZES, pixels_report)
-    assert [check["passed"] for check in pixels_report.content["checks"]] == [True] * 6
+    check_bits(kernels, SIZES, report)
+    add_rate(kernels, SIZES, report)
+    assert outcomes(report) == [True] * 6
     for left in ("windows", "resized windows"):
-        assert pixels_report.content[f"images per second of {left} {precision}"] > 0
+        assert report.content[f"images per second of {left} {precision}"] > 0
 
 
 def test_one_wrong_element_is_seen(
-    emulated_device: EmulatedDeviceFactory, pixels_report: StageReport, monkeypatch: pytest.MonkeyPatch
+    emulated_device: EmulatedDeviceFactory, report: StageReport, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = PixelBatch.__array__
 
@@ -413,8 +398,8 @@ def test_one_wrong_element_is_seen(
         return images
 
     monkeypatch.setattr(PixelBatch, "__array__", wrong)
-    check_bits(kernel_set(emulated_device(2), "float32"), SIZES, pixels_report)
-    assert [check["text"] for check in pixels_report.content["checks"]] == [f"1 of {4 * 7 * 7 * 3} elements differ"] * 6
+    check_bits(kernel_set(emulated_device(2), "float32"), SIZES, report)
+    assert [check["text"] for check in report.content["checks"]] == [f"1 of {4 * 7 * 7 * 3} elements differ"] * 6
 
 
 @pytest.mark.job
