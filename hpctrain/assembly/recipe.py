@@ -81,7 +81,7 @@ class Recipe:
 
     @classmethod
     def of(cls, config: Config, facts: ImageFacts | None = None, grid: tuple[int, int] | None = None) -> Recipe:
-        """Return the recipe of a configuration."""
+        """Return the recipe of a configuration, with the facts about images and the grid if they are known."""
         return cls(config, AveragerChoice(config.averager.name, config.averager.options), facts, grid)
 
     @property

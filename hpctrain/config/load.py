@@ -208,7 +208,7 @@ def parse(
     Args:
         label: path of the file in messages.
         stored: whether a run or checkpoint stores the text. Keys that only earlier releases had are then ignored.
-        located: whether messages contain lines of the text.
+        located: whether messages name lines of the text, or only its label.
     """
     data, places = read_yaml(text, label)
     if data is None or not located:

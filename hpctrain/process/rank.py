@@ -179,7 +179,7 @@ class RankProcess:
         return Session.start(resolved, self.launcher, threads, world, revision, self.flight, device_messages)
 
     def _prepared(self, read: ReadConfig) -> tuple[Recipe, ThreadPlan] | HpctrainError:
-        """Return the recipe of the checked configuration, which has all its defaults, and the plan of the threads, now set.
+        """Return the recipe of the checked configuration with all defaults, and the plan of the threads, which are now set.
 
         An error is returned: all ranks raise it once MPI has started.
         """

@@ -164,7 +164,7 @@ def kept_clause(directory: RunDirectory) -> str:
 
 @dataclass(frozen=True)
 class TrainingRequest:
-    """What the user of a training has asked for, in addition to its configuration.
+    """Request of a user for a training, in addition to its configuration.
 
     Attributes:
         resume: source of the checkpoint, see `find_start`; None: start a new run.
@@ -184,7 +184,7 @@ class TrainingRequest:
 
     @property
     def steps_name(self) -> str:
-        """Name of the argument `steps`, as the caller knows it."""
+        """Name of the argument `steps` for the caller: "steps" in Python, "--steps" on the command line."""
         return "steps" if self.in_program else "--steps"
 
     def continuation(self, directory: Path, *, all_steps: bool = False) -> str:
