@@ -342,9 +342,9 @@ class Replica:
         for name, strategy in strategies.items():
             group, comm = network.groups[name], groups.gradients[name]
             gradients, watched = self.passes.gradients(group, comm), self._checks.every_steps > 0
-            of_group: Transport = "staged" if transport == "nccl" and name != by_nccl else transport
+            group_transport: Transport = "staged" if transport == "nccl" and name != by_nccl else transport
             optimizer = self._optimizers[name]
-            setup = AveragerSetup(group, optimizer, comm, self.progress, norms, shared, of_group, gradients, watched)
+            setup = AveragerSetup(group, optimizer, comm, self.progress, norms, shared, group_transport, gradients, watched)
             averagers[name] = make_averager(strategy, setup, (stored or {}).get(name))
         self.averagers = averagers
         self.network.set_slices(slices_of(averagers))
