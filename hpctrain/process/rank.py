@@ -131,9 +131,11 @@ class RankProcess:
         if not gc.isenabled():
             gc.freeze()  # the objects that exist now stay: collections need not visit them
             gc.enable()
+        from hpctrain.job.ownership import RunOwnership
         from hpctrain.run.messages import try_transport
         from hpctrain.runs.directory import git_state
 
+        self.ownership = RunOwnership()
         found = RankProcess._first if self._stays and self.launcher.starts_mpi else None
         if found is None:  # step 10
             found = git_state() if self.rank() == 0 else {}, try_transport(known, self.launcher)
@@ -210,11 +212,9 @@ class RankProcess:
 
     def _load(self, config: Config | None, *, trains: bool) -> None:
         """Load the modules of the job before ranks wait for each other, so that one slow file system does not delay all ranks."""
-        from hpctrain.job.ownership import RunOwnership
         from hpctrain.run import build  # noqa: F401
         from hpctrain.storage import checkpoint  # noqa: F401  loads h5py
 
-        self.ownership = RunOwnership()
         if config is not None:
             if config.automatic:
                 from hpctrain.run import automatic_search  # noqa: F401
