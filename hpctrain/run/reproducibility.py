@@ -49,8 +49,7 @@ def agree_schedules(session: Session, setup: TrainingSetup, start: CheckpointCon
     strategies = setup.replica.strategies
     stored = raise_on_all_ranks(session.world, fitting)
     seconds = max(session.config.deadline_seconds, _LEAST_JOIN_SECONDS)
-    starts_nccl = setup.transport == "nccl"
-    with guard("The start of NCCL", seconds, rank=session.world.rank) if starts_nccl else nullcontext():
+    with guard("The start of NCCL", seconds, rank=session.world.rank) if setup.transport == "nccl" else nullcontext():
         setup.replica.agree(stored, setup.transport)
 
 

@@ -30,7 +30,7 @@ class TrainingObjects:
         replica: replica to train.
         loader: this rank's share of the training samples.
         evaluated: this rank's share of each evaluated set, by the set's name for records and messages. The first set is evaluated
-            during training, the second one, a test set, only at the end.
+            during training. A second one is a test set, which is evaluated only at the end.
         schedule: learning rate as a function of steps of the configured batch.
         sizes: sizes of training images by epoch; None: they have one size.
     """
