@@ -6,7 +6,7 @@ checked again if backend auto selects a GPU.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -238,14 +238,51 @@ def _evaluation_faults(config: Config) -> Iterator[Fault]:
         yield Fault(("schedule", "warmup_epochs"), sentence, WHOLE)
 
 
-def _check_averager(recipe: Recipe) -> None:
-    """Check the averager for a group without parameters on one rank, because its faults depend on neither."""
+def _named_faults(recipe: Recipe, source: Source) -> Iterator[Fault]:
+    """Yield the faults of names and of their options."""
+    config = recipe.config
+    for key in ("model", "optimizer", "schedule", "averager"):
+        if key == "averager" and config.averager.automatic:
+            for option in config.averager.options:
+                words = f"averager is auto, which also chooses the options, so averager.{option} cannot be set; leave it out, or"
+                yield Fault((key, option), f"{words} name the averager that has this option.", WHOLE)
+        else:
+            yield from _option_faults(recipe, source, (key,), getattr(config, key))
+    for path in LISTS:
+        for index, item in enumerate(getattr(getattr(config, path[0]), path[1])):
+            yield from _option_faults(recipe, source, (*path, index), item)
+    for key in ("augment", "evaluate_augment"):
+        with suppress(HpctrainError):  # reported as a fault of the augmentation
+            steps = [AUGMENTATIONS.create(step.name, step.options) for step in getattr(config.data, key)]
+            yield from _refused(("data", key), partial(check_order, steps))
+
+
+def _make(recipe: Recipe, path: KeyPath, section: Named) -> object:
+    """Make the object that a section or an item of a list names, only to raise its errors.
+
+    Args:
+        section: section at the path in the recipe's configuration, or one that replaces it.
+    """
+    kind, key = kind_of(path), str(path[0])
+    if kind == "reporters":  # their constructors may open files or connections
+        registry(kind).check(section.name, section.options)
+        return None
+    if len(path) > 1:
+        return registry(kind).create(section.name, section.options)
+    if section is not getattr(recipe.config, key):
+        recipe = Recipe.of(recipe.config.model_copy(update={key: section}), grid=recipe.grid)
+    if key == "model":
+        return recipe.model
+    if key == "optimizer":
+        return recipe.prototype
+    if key == "schedule":
+        return recipe.schedule()
     config = recipe.config
     optimizer: Optimizer = Sgd()
     with suppress(HpctrainError):  # reported as a fault of the optimiser
         optimizer = recipe.prototype
     group = PlannedGroup(
-        GroupLayout({}, config.dtype),
+        GroupLayout({}, config.dtype),  # faults depend on neither parameters nor ranks
         1,
         nominal_batch=config.batch,
         micro_batches=config.micro_batches,
@@ -255,54 +292,16 @@ def _check_averager(recipe: Recipe) -> None:
         shards=config.exact.shards,
     )
     recipe.averager.check(group)
+    return None
 
 
-#: section with a name -> part of the recipe that is made from it
-_PARTS: Mapping[str, Callable[[Recipe], object]] = {
-    "model": lambda recipe: recipe.model,
-    "optimizer": lambda recipe: recipe.prototype,
-    "schedule": lambda recipe: recipe.schedule(),
-    "averager": _check_averager,
-}
-
-
-def _named_faults(recipe: Recipe, source: Source) -> Iterator[Fault]:
-    """Yield the faults of names and of their options."""
-    config = recipe.config
-    for key, part in _PARTS.items():
-        if key == "averager" and config.averager.automatic:
-            for option in config.averager.options:
-                words = f"averager is auto, which also chooses the options, so averager.{option} cannot be set; leave it out, or"
-                yield Fault((key, option), f"{words} name the averager that has this option.", WHOLE)
-        else:
-            yield from _option_faults(source, (key,), getattr(config, key), partial(_make_part, recipe, key, part))
-    for path, kind in LISTS.items():
-        for index, item in enumerate(getattr(getattr(config, path[0]), path[1])):
-            yield from _option_faults(source, (*path, index), item, partial(_make_item, kind))
-    for key in ("augment", "evaluate_augment"):
-        with suppress(HpctrainError):  # reported as a fault of the augmentation
-            steps = [AUGMENTATIONS.create(step.name, step.options) for step in getattr(config.data, key)]
-            yield from _refused(("data", key), partial(check_order, steps))
-
-
-def _make_part(recipe: Recipe, key: str, part: Callable[[Recipe], object], section: Named) -> None:
-    unchanged = section is getattr(recipe.config, key)
-    part(recipe if unchanged else Recipe.of(recipe.config.model_copy(update={key: section}), grid=recipe.grid))
-
-
-def _make_item(kind: str, item: Named) -> None:
-    # A reporter is not constructed: its constructor may open files or connections.
-    make = registry(kind).check if kind == "reporters" else registry(kind).create
-    make(item.name, item.options)
-
-
-def _option_faults(source: Source, path: KeyPath, section: Named, make: Callable[[Named], object]) -> Iterator[Fault]:
+def _option_faults(recipe: Recipe, source: Source, path: KeyPath, section: Named) -> Iterator[Fault]:
     """Yield all faults in making a named object. After the fault of an option, the others are checked without it."""
     removed = False
     while True:
         try:
             choice(kind_of(path), section.name)
-            make(section)
+            _make(recipe, path, section)
             return
         except OptionError as error:
             is_given = error.option in section.options

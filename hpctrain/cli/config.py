@@ -33,11 +33,10 @@ def show(file: Path, overrides: tuple[str, ...]) -> None:
     The output is FILE with OVERRIDES such as optimizer.lr=0.2 and the defaults of all keys and options, as YAML. This
     configuration starts the same run. It lacks options of the model that follow from the data, such as the number of classes.
     """
-    from hpctrain.assembly.faults import load_checked
-    from hpctrain.assembly.options import filled
-    from hpctrain.config.load import dump
+    from hpctrain.assembly.faults import check_config, refusal
+    from hpctrain.config.load import dump, load
 
-    echo_block(dump(filled(load_checked(file, overrides))))
+    echo_block(dump(check_config(*load(file, overrides, refusal)).config))
 
 
 @config.command()
