@@ -208,7 +208,7 @@ def test_regions_of_cutmix_make_up_the_whole(height: int, width: int, first: int
     assert mix.weight == 1 - size_of(mix.box) / (height * width)
 
 
-SIZES = ImageSizes(((0, 5), (2, 7), (3, 4)))
+SIZES = ImageSizes(((0, 5), (2, 9), (3, 4)))
 CROPPED = [("random_resized_crop", {"size": 9, "scale": [0.5, 1.0]}), ("flip", {})]
 SHIFTED = [("pad_crop", {"padding": 2}), ("flip", {}), ("random_erasing", {"value": "random"})]
 
@@ -226,13 +226,13 @@ def same(some, others):
     return len(some) == len(others) and all(np.array_equal(x, y) for x, y in zip(some, others, strict=True))
 
 
-@pytest.mark.parametrize(("epoch", "side"), [(0, 5), (1, 5), (2, 7), (3, 4), (99, 4)])
+@pytest.mark.parametrize(("epoch", "side"), [(0, 5), (1, 5), (2, 9), (3, 4), (99, 4)])
 def test_the_latest_size_that_has_begun_counts(epoch, side):
     assert SIZES.at(epoch) == side
     assert SIZES.changes_at(epoch) == (epoch in (0, 2, 3))
 
 
-@pytest.mark.parametrize(("epochs", "largest"), [(0, 5), (2, 5), (3, 7), (4, 7)])
+@pytest.mark.parametrize(("epochs", "largest"), [(0, 5), (2, 5), (3, 9), (4, 9)])
 def test_a_size_that_a_training_does_not_come_to_needs_no_room(epochs, largest):
     assert SIZES.largest(epochs) == largest
 

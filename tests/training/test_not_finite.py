@@ -374,7 +374,7 @@ def _skips(ranks: int, case: Case) -> None:
 EVERY_SIZE = ("overlap", "sharded, auto", "sparse", "lazy")
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(3)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "ranks"),
