@@ -2,7 +2,7 @@
 
 `Arithmetic` works on activations, parameters and gradients. Only kernel sets and transports access the elements of these arrays
 by other means. On a GPU every call is enqueued, in the order of the calls and together with operators. Only `to_host`,
-`square_sums` and `Fetch.result` wait.
+`square_sums` and `Fetch.result` wait for this work; `from_host` may wait for earlier copies.
 
 `HostMirrors` serve transports that can read only the host's memory, such as MPI. If kernels compute on a device, an array is
 copied to a mirror in the host's memory before it is sent, and from the mirror after it is received, while the device computes.
@@ -256,7 +256,8 @@ class Arithmetic(ABC):
     """Arithmetic service of a kernel set. Targets come first; unless noted, all arrays of a call have the same dtype and size.
 
     Attributes:
-        on_host: whether arrays are NumPy arrays. Then no work is enqueued, and `fetch` and `to_host` return the array itself.
+        on_host: whether arrays are NumPy arrays. Then no work is enqueued, and `fetch` and `to_host` return the array itself
+            (bfloat16: a copy in float32).
     """
 
     on_host: ClassVar[bool] = False
@@ -311,7 +312,7 @@ class Arithmetic(ABC):
 
     @abstractmethod
     def square_sums(self, arrays: Sequence[Array]) -> np.ndarray:
-        """Wait, and return the sum of squares of each array, float64 (len(arrays),). Squares of float32 are summed in float64."""
+        """Wait, and return the sum of squares of each flat array, (len(arrays),) float64. All sums are computed in float64."""
 
     @abstractmethod
     def fetch_finite(self, arrays: Sequence[Array]) -> Fetch:

@@ -50,7 +50,8 @@ def make_device(precision: Precision, place: NodePlace) -> Device:
     whose index is the rank's number on the node.
 
     Raises:
-        BackendError: there is no device, or it does not compute in `precision`; the message states the remedy.
+        BackendError: there is no device, it does not compute in `precision`, or `DEVICE_VARIABLE` names none. The message states
+            the remedy.
     """
     named = os.environ.get(DEVICE_VARIABLE)
     if named is not None:

@@ -4,9 +4,9 @@ Layers lower themselves into a graph, kernel sets fuse its nodes and choose layo
 graph is pure data: the same on every rank, printable, and testable without arrays.
 
 Fusion rewrites the graph in the same way on every rank. Conv -> ReLU, linear -> ReLU, BN -> ReLU, BN -> add -> ReLU and add ->
-ReLU become one node each, if no other node reads the intermediate tensors and if the kernel set has an operator for the fused
-node. The order in which parameters are used does not change: if two batch norms are added, the later one is fused, and only if no
-parameters are used between it and the sum.
+ReLU become one node each, if no other node reads the intermediate tensors, if the kernel set has an operator for the fused node,
+and if the BN is not synchronised. The order in which parameters are used does not change: if two batch norms are added, the later
+one is fused, and only if no parameters are used between it and the sum.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Node:
 
 @dataclass(frozen=True)
 class Graph:
-    """Nodes in forward order. Tensor 0 is the input and `output` the last tensor; every tensor except 0 has one producer."""
+    """Nodes in forward order, over numbered tensors: 0 is the input, `output` the last one. Fusion leaves tensors unused."""
 
     nodes: tuple[Node, ...]
     tensors: tuple[TensorSpec, ...]
@@ -72,7 +72,7 @@ class Graph:
         return tuple(node for node in self.nodes if tensor in node.inputs)
 
     def producer(self, tensor: int) -> Node | None:
-        """Return the node that writes `tensor`; None for the input."""
+        """Return the node that writes `tensor`; None for the input, and for a tensor that fusion has removed."""
         return next((node for node in self.nodes if node.output == tensor), None)
 
 

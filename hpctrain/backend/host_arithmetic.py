@@ -1,4 +1,4 @@
-"""Arithmetic service of the CPU kernel sets: NumPy operations, checksums and guards of arrays in the host's memory."""
+"""Arithmetic service of the CPU kernel sets: NumPy operations, and checksums of arrays in the host's memory."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class HostWordSums:
 
 
 def _neighbours(arrays: Sequence[np.ndarray], numbers: Sequence[int]) -> list[list[int]]:
-    """Return the indices of arrays, in groups of arrays that are adjacent in the memory of one owner."""
+    """Return `numbers`, indices of `arrays`, in groups whose arrays follow each other in the memory of one owner."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and _follows(arrays[number], arrays[runs[-1][-1]]):
@@ -231,7 +231,7 @@ def _by_rows(arithmetic: HostArithmetic, work: Callable[..., object], target: Ar
 
 
 class HostArithmetic(Arithmetic):
-    """Implementation of `Arithmetic` by NumPy. Every call is complete when it returns, and a fetch returns the array itself.
+    """Implementation of `Arithmetic` by NumPy. Every call is complete when it returns.
 
     Args:
         allocate: function that returns a zeroed uint8 buffer of a size in bytes; None: `np.zeros`.

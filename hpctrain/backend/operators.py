@@ -157,7 +157,7 @@ class Operator(ABC):
         fallback_reason: reason why the kernel set uses another set's operator, for reports; empty if it uses its own.
         copied_bytes: bytes that three phases read and write to copy parameters, or their gradients, between formats, for
             predictions. The phases are forward, the gradients of the parameters, and the gradients of the inputs.
-        winograd_shares: operations relative to those of the spec if the phase computes by Winograd; otherwise None.
+        winograd_shares: for each of these phases, its operations relative to those of the spec; None unless it uses Winograd.
     """
 
     spec: Spec
@@ -203,8 +203,7 @@ def total_bytes(requests: Iterable[Request], alignment_bytes: int = ALIGNMENT_BY
 def carve(buffer: Array | None, requests: Iterable[Request], alignment_bytes: int = ALIGNMENT_BYTES) -> list[Array]:
     """Return arrays of these shapes and dtypes, one after another in `buffer` (uint8), each aligned.
 
-    Args:
-        buffer: buffer to divide; may be None if all arrays are empty, which are then arrays of the host.
+    The buffer may be None if all arrays are empty, which are then arrays of the host.
     """
     buffer = np.empty(0, np.uint8) if buffer is None else buffer
     arrays, start = [], 0
@@ -280,9 +279,9 @@ class LossSums:
     """
 
     loss: float  # sum over the samples, undivided
-    top1: int
-    top5: int
-    count: int
+    top1: int  # number of samples whose label has the largest logit
+    top5: int  # number of samples whose label is among the first `top` of the spec
+    count: int  # number of samples
 
     def result(self) -> LossSums:
         """Return these sums, so that sums on the host implement `LossHandle`."""
@@ -366,7 +365,7 @@ class KernelSet(ABC):
         return None
 
     def used_bytes(self) -> int | None:
-        """Return the number of bytes of device memory in use; None if kernels compute in the process's own memory."""
+        """Return the bytes of the device's memory that all processes use; None if kernels compute in the host's memory."""
         return None
 
     def fuse(self, graph: Graph, *, training: bool) -> Graph:
@@ -379,7 +378,7 @@ class KernelSet(ABC):
 
     @abstractmethod
     def allocate(self, size_bytes: int) -> Array:
-        """Return a zeroed uint8 buffer of the device, aligned to at least 64 bytes, on huge pages if possible."""
+        """Return a zeroed uint8 buffer in the memory of the kernels, aligned to at least 64 bytes, on huge pages if possible."""
 
 
 class PixelInput(ABC):

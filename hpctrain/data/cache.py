@@ -328,6 +328,7 @@ class FillingPlan:
 
     Args:
         samples: number of samples that fit into every memory, which are the file's first ones.
+        at_once: number of samples of a chunk.
         memory_of: number of each rank's memory, from 0.
     """
 

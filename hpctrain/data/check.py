@@ -65,7 +65,7 @@ def check_file(path: Path, threads: int = 1, advance: Advance = lambda count: No
     """Read a whole data file, and return findings about damage, duplicates and empty classes.
 
     Raises:
-        DataError: the file is missing, unreadable, or so damaged that its samples cannot be located.
+        DataError: the file is missing, unreadable, or so damaged that its samples cannot be located or its classes named.
     """
     contents = read_contents(path)
     check_structure(path, contents)
@@ -99,10 +99,10 @@ def _content_findings(path: Path, contents: Stored) -> Iterator[FileFinding]:
 
 
 class _Samples:
-    """Samples of a file, each read once.
+    """Samples of a file, and what reading them has shown; see `check`.
 
     Attributes:
-        pixel_sums: (N,) crc32 of the pixels.
+        pixel_sums: (N,) crc32 of the pixels; 0 for samples that are not sound.
         sound: (N,) whether each sample is readable and unchanged.
     """
 

@@ -419,7 +419,6 @@ class EncodedReader(BlockReader):
     A damaged picture file is an unreadable sample. One thread at a time may read; decoding uses several threads.
 
     Args:
-        path: path of the data file, which stays open.
         block: flat memory map of the picture files.
         extents: places of the picture files in the block.
         sums: (N,) crc32 of the picture files, and (N,) crc32 of their decoded pixels.

@@ -101,7 +101,7 @@ class Stored:
         sums: (N,) crc32 of each sample's stored bytes.
         pixel_sums: (N,) crc32 of the decoded pixels; None for a file of pixels.
         max_pixels: maximum number of pixels of a picture; None: the decoder's own limit.
-        value_range: (low, high) of the values of more than 8 bits that became 0 and 255; None: those of their type.
+        value_range: (low, high), the values that became 0 and 255; None: the usual ones of the source's type, such as 0 and 255.
     """
 
     images: StoredImages
@@ -335,7 +335,7 @@ class ImageFile:
         pixels: reader of the same images, which raises an error if the disk fails.
         labels: (N,) int64, in memory.
         mean, std: (C,) float64, in units of 0..1.
-        fit, value_range: see `Stored`.
+        fit, value_range: see `Stored`; manifest: its `digests`.
         sums: (N,) uint32, crc32 of each sample's stored bytes; None if the images are generated or single picture files.
     """
 
@@ -371,7 +371,7 @@ class ImageFile:
 
     @property
     def stored_bytes(self) -> int:
-        """Size of all samples in the file, in bytes; 0 for synthetic images."""
+        """Size of all samples in the file, in bytes; 0 if they are not in one data file."""
         return self.pixels.extents.size_bytes if isinstance(self.pixels, BlockReader) else 0
 
     def __len__(self) -> int:
@@ -545,7 +545,7 @@ _FACTS: Mapping[str, Callable[[Any], str]] = {
 def described(data: ImageFile | DataFacts) -> dict[str, Any]:
     """Return the facts about how labels and pixels of a file were made, by their keys in the metadata of exported weights.
 
-    Unknown facts are absent.
+    Unknown facts are absent, except that an unknown range of values, or a whole one, is (0, 255).
     """
     value_range = _WHOLE_RANGES[0] if data.value_range in (None, *_WHOLE_RANGES) else data.value_range
     facts = {"classes": data.class_names, "image_shape": data.shape, "fit": data.fit, "value_range": value_range}
@@ -727,7 +727,6 @@ class SyntheticImages(ReadImages):
         self._stripes = brightness.astype(np.uint8)[:, stripe]
 
     def take(self, samples: Sequence[int] | np.ndarray, out: np.ndarray) -> np.ndarray:
-        """Write whole images of samples to `out` (n, H, W, C), and return it."""
         numbers, block = np.asarray(samples), max(1, _BLOCK_BYTES // max(1, self._size))
         for low in range(0, len(numbers), block):
             some = numbers[low : low + block]

@@ -121,7 +121,8 @@ class LocalFile:
 
     Attributes:
         copy: open copy; None if there is none.
-        denied: reason why there is no copy, or a smaller one than requested; empty otherwise.
+        denied: reason why the directory, its disk or shared memory prevents a copy or limits it; empty otherwise, also if no
+            sample is left or `limit` is below one image.
     """
 
     copy: LocalCopy | None = None
@@ -129,7 +130,7 @@ class LocalFile:
 
 
 def open_local(node: Communicator, file: ImageFile, directory: str, limit: int | None = None, first: int = 0) -> LocalFile:
-    """Return the local copy of a file for the ranks of a node, or the reason why there is none.
+    """Return the local copy of a file for the ranks of a node; it may be smaller than requested, or missing.
 
     Collective over the node, at start-up only.
 

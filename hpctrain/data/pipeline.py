@@ -97,7 +97,7 @@ def _make(thread: int, chunks: Iterator[int], length: int, samples: int, work: W
 
 
 def first_deferred(steps: Sequence[Augmentation]) -> int:
-    """Return the index of the first step that may be deferred: a resize or a window that is followed by windows only."""
+    """Return the index of the first step that may be deferred, a resize or a window before windows only; len(steps) if none."""
     made = [number for number, step in enumerate(steps, 1) if not isinstance(step, WindowAugmentation)]
     if not made:
         return 0
@@ -170,7 +170,7 @@ def mirrored_box(box: Box, width: int) -> Box:
     return rows, (width - right, width - left)
 
 
-Read = Callable[[int, Box], np.ndarray]
+Read = Callable[[int, Box], np.ndarray]  # (sample number, region of its image) -> pixels of the region
 
 
 class Pipeline:

@@ -78,10 +78,7 @@ class ReadImages(Protocol):
 
 
 def replacements(images: object) -> Mapping[int, int]:
-    """Return the replacements of unreadable samples, by sample number. The mapping is live: later replacements appear in it.
-
-    It is empty for images without the attribute `replaced`.
-    """
+    """Return the mapping from unreadable samples to replacements, which may grow; empty for images without replacements."""
     return getattr(images, "replaced", {})
 
 
@@ -104,7 +101,7 @@ class ReadPolicy:
 
 
 def pauses_within(deadline_seconds: float) -> tuple[float, ...]:
-    """Return the pauses that fit into a fraction of a deadline."""
+    """Return the first of `PAUSES_SECONDS` that together fit into a quarter of a deadline."""
     return tuple(_fitting(deadline_seconds * _SHARE_OF_DEADLINE))
 
 
@@ -422,7 +419,6 @@ class MappedReader(BlockReader):
     """Reader of images (N, H, W, C) uint8 that are stored in one block of a file. Only one thread at a time may read.
 
     Args:
-        path: path of the file, which stays open.
         images: memory map of the block.
         offset: offset of the block in the file.
     """

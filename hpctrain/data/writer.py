@@ -62,8 +62,7 @@ class ImageFileWriter:
         count: maximum number of samples.
         shape: (H, W, C) of every image.
         fit: method by which pictures are resized to the shape ("crop", "squash"), stored in the file.
-        value_range: (low, high) of the values of more than 8 bits that became 0 and 255, stored in the file; None: those of their
-            type.
+        value_range: (low, high), the values that became 0 and 255, stored in the file; None: see `Stored.value_range`.
         keeps_files: whether the file stores picture files instead of pixels.
         max_pixels: maximum number of pixels of a picture, stored for the readers of picture files; None: the decoder's own limit.
         source: identifier of the inputs and settings of the conversion.
@@ -131,7 +130,7 @@ class ImageFileWriter:
             skipped: names of the source's items between these images that are left out.
 
         Raises:
-            DataError: the images have another shape, a label is outside 0 .. classes - 1, or the disk is full.
+            DataError: the images have another shape, a label is outside 0 .. classes - 1, or the file cannot be written.
         """
         if images.shape[1:] != self._shape or images.dtype != np.uint8:
             raise DataError(
@@ -262,7 +261,7 @@ def _resumable(path: Path) -> Iterator[tuple[int, int]]:
 
     Raises:
         OSError: the files cannot be created or published.
-        DataError: another process is writing the same file, or a file of another program has the temporary name.
+        DataError: another process is writing the same file, or a file that cannot be opened or continued has a temporary name.
     """
 
     def opened(name: Path) -> int:

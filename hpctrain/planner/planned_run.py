@@ -52,7 +52,6 @@ class PlannedRun:
 
     @property
     def config(self) -> Config:
-        """The configuration."""
         return self.recipe.config
 
     @property
@@ -156,7 +155,7 @@ def prepare(
         image: (H, W, C) of the network's input; None: from the header of the training file, or the model's default without a
             file.
         classes: number of classes; None: from the header of the training file, or the model's default without a file.
-        backend: backend of this rank; None: make it.
+        backend: backend of this rank; None: make the configured one.
 
     Raises:
         HpctrainError: configuration, file and grid do not agree.
@@ -228,6 +227,6 @@ def micro_counts(task: PlannedRun) -> tuple[int, ...]:
 
 
 def averaging_bytes(task: PlannedRun, planned: Sequence[GroupSchedule]) -> tuple[int, ...]:
-    """Return the bytes that each position exchanges in a step to average gradients, without norms."""
+    """Return the bytes that each position exchanges in a step to average gradients by the schedules `planned`, without norms."""
     item_bytes = dtypes.item_bytes(dtypes.parameter_dtype(task.config.dtype))
     return schedules.averaging_bytes(planned, task.plan.rows, len(task.counts), item_bytes)

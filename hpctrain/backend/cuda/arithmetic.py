@@ -2,8 +2,7 @@
 
 The module has three parts, in this order:
 
-- tables of arrays: sums of squares, tests for finite elements, sums of words and guards of all arrays of a table in one or two
-  launches;
+- tables of arrays: sums of squares, tests for finite elements, and sums of words of all arrays of a table in one or two launches;
 - descents on flat memory: one launch for all runs of an update;
 - the service: copies between boxes (to pack and unpack halos), sums over the pixels of images, and all other operations.
 """
@@ -153,6 +152,7 @@ class RunTable:
 
     Args:
         item: dtype of scales and decays.
+        capacity: maximum number of runs.
     """
 
     def __init__(self, runtime: CudaRuntime, item: str, capacity: int) -> None:
@@ -281,7 +281,7 @@ _CAST_WIDTH = 4
 
 
 class CudaArithmetic(Arithmetic):
-    """Implementation of `Arithmetic` on one device. Only `to_host`, `square_sums` and `Fetch.result` wait.
+    """Implementation of `Arithmetic` on one device.
 
     Tables of arrays, and pinned memory for fetches, are allocated at the first call for the same arrays and reused, so that later
     steps allocate nothing.
@@ -306,7 +306,6 @@ class CudaArithmetic(Arithmetic):
         return self.made_mirrors
 
     def messages(self) -> CudaMessages:
-        """Return the service for transports, made at the first call."""
         if self._messages is None:
             self._messages = CudaMessages(self._runtime)
         return self._messages

@@ -48,7 +48,7 @@ class ChannelBlocks:
 
     @classmethod
     def of(cls, rows: int, channels: int, dtype: str, multiprocessors: int) -> ChannelBlocks:
-        """Return blocks as wide as a warp, or narrower if a row has fewer packs, so that few threads are idle."""
+        """Return blocks at most as wide as a warp, which divide the packs of a row evenly, so that few threads are idle."""
         width = pack_width(item_bytes(dtype), channels)
         packs = channels // width
         tiles = -(-packs // _WARP)
@@ -204,8 +204,8 @@ def _flags(grad: DeviceArray | None, accumulates: bool, asked: int, added: int) 
 class CudaSynchronisedBatchNorm(CallsHost, CudaBatchNorm):
     """`CudaBatchNorm` with moments and sums that the host merges over ranks. On a single rank, the results are the same.
 
-    Collective over the merger's ranks: every rank calls `forward` and `backward_input`, which call the merger once each and wait
-    for it. Each call copies (2, channels) in float64 to the host and back.
+    Collective over the merger's ranks: in training, unless the statistics are fixed, `forward` and `backward_input` (if an input
+    gradient is wanted) call the merger once each and wait for it. Each copies (2, channels) in float64 to the host and back.
     """
 
     def __init__(

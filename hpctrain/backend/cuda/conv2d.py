@@ -244,10 +244,10 @@ class CudaPatchConv2d(_Products):
 
     @staticmethod
     def fits(spec: Spec, x: TensorSpec, *, input_gradient: bool) -> bool:
-        """Return whether this class can compute the convolution: one group, no bias, no dilation, no gradient of the input.
+        """Return whether this class can compute the convolution: one group, few channels, no bias, dilation or input gradient.
 
-        A block needs a thread for each pack of a row of patches. 32-bit integers must suffice to count the elements of the
-        image's rows that a window covers.
+        A pixel must have fewer channels than a pack of 16 bytes. A block needs a thread for each pack of a row of patches. 32-bit
+        integers must suffice to count the elements of the image's rows that a window covers.
         """
         if not isinstance(spec, Conv2dSpec) or spec.bias or spec.groups != 1 or input_gradient:
             return False

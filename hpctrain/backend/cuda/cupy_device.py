@@ -212,7 +212,7 @@ class CupyDevice:
         index: index of the GPU among those that this process sees.
 
     Raises:
-        BackendError: there is no such GPU, its driver is missing, or a library of CUDA is missing.
+        BackendError: there is no such GPU, CUDA cannot use it, or a library of CUDA cannot be loaded.
     """
 
     def __init__(self, index: int = 0) -> None:
@@ -367,7 +367,7 @@ def gpu_count() -> int:
     """Return the number of GPUs that this process sees.
 
     Raises:
-        BackendError: no driver supports this CUDA version; the message is CUDA's reason.
+        BackendError: CUDA cannot be used, for example because no driver supports its version; the message is CUDA's reason.
     """
     try:
         return int(_runtime.getDeviceCount())
@@ -411,7 +411,7 @@ def _load_libraries() -> tuple[ctypes.CDLL, Any]:
     CuPy finds them in wheels and toolkits. cuDNN, which uses both, later opens them by name and finds the loaded ones.
 
     Raises:
-        BackendError: one of them is missing.
+        BackendError: one of them cannot be loaded.
     """
     try:
         from cupy_backends.cuda.libs import cublas, nvrtc

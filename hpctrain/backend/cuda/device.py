@@ -281,16 +281,16 @@ class Device(Protocol):
         """Link this device to those of `peers`. The links enqueue their work on `stream`. Collective; waits for all peers."""
 
     def memory_used(self) -> int:
-        """Return the number of bytes of the device's memory that are in use."""
+        """Return the number of bytes of the device's memory that all processes use."""
 
 
 def grid_for(items: int, block: int, multiprocessors: int, *, waves: int = 8) -> Extent:
-    """Return the grid of a kernel that strides over `items`, with at most `waves` blocks per multiprocessor."""
+    """Return the grid for `items`, of which a block processes `block` at a time; at most `waves` blocks per multiprocessor."""
     return (min(-(-items // block), waves * multiprocessors),)
 
 
 def pack_width(dtype_bytes: int, channels: int, arrays: Sequence[DeviceArray | None] = ()) -> int:
-    """Return the number of elements that a thread moves at once: 16 bytes if rows and addresses allow it, otherwise one."""
+    """Return how many elements a thread moves at once: 16 B if `channels` fill whole packs and addresses are aligned, or 1."""
     width = 16 // dtype_bytes
     fits = channels % width == 0 and all(array is None or array.pointer % 16 == 0 for array in arrays)
     return width if fits else 1

@@ -22,7 +22,7 @@ class _Elementwise(InPlace, CudaOperator):
     """Base of ReLU and residual sums, with their kernel launches."""
 
     def _launch(self, kernel: str, *arrays: DeviceArray | None, adds: int | None = None) -> None:
-        """Enqueue a kernel over all elements of these arrays. None replaces a gradient that is not wanted."""
+        """Enqueue a kernel over all elements of these arrays; None: no gradient is wanted. Bit i of `adds`: add to gradient i."""
         size, itemsize = self.output.size, self.output.item_bytes
         width = pack_width(itemsize, size, arrays)
         flags = () if adds is None else (np.int32(adds),)

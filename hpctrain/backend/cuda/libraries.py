@@ -37,7 +37,7 @@ def library() -> Library:
     dtypes that are not used here.
 
     Raises:
-        MissingLibraryError: the package, or cuDNN itself, is not installed.
+        MissingLibraryError: the package, or cuDNN itself, cannot be loaded.
     """
     hide = "torch" not in sys.modules
     if hide:
@@ -133,7 +133,7 @@ WORKSPACE_LIMIT_BYTES = 512 << 20
 
 
 class ConvolutionPlan:
-    """Implementation of `DeviceConvolution`.
+    """Implementation of `DeviceConvolution` by plan `index` of a cuDNN graph in which this plan is built.
 
     Args:
         handle_on: function that returns cuDNN's handle, set to enqueue its work on a stream.
@@ -165,10 +165,10 @@ class ConvolutionPlan:
 
 
 class CudnnPlans:
-    """Cache of one plan for each key: the first in the heuristic's list that can be built.
+    """Cache of one plan per key: the heuristic's first that is deterministic, as precise as the key, small, and supported.
 
     Plans are not timed. On an H100, the fastest of the first three plans did not make ResNet-50's steps faster, and timing took
-    10 to 20 s at each start (docs/performance.md). Pass either properties, or a handle with its capability.
+    10 to 20 s at each start (docs/performance-gpu.md). Pass either properties, or a handle with its capability.
 
     Args:
         handle: handle of cuDNN, from `new_handle`.
@@ -250,7 +250,7 @@ def new_handle() -> int:
     """Return a new handle of cuDNN on the current CUDA device.
 
     Raises:
-        MissingLibraryError: cuDNN or its frontend is not installed.
+        MissingLibraryError: cuDNN or its frontend cannot be loaded.
     """
     return int(library().create_handle())
 

@@ -66,7 +66,7 @@ def binary(nvrtc: Library, name: str, text: str, capability: tuple[int, int], en
     """Return the binary of a CUDA source for a compute capability, from the cache, or compiled and then cached.
 
     If the GPU is newer than NVRTC, the binary is PTX of NVRTC's newest architecture, which the driver compiles. The cache is the
-    folder `kernels` in `$XDG_CACHE_HOME/hpctrain`. If it cannot be written, each process compiles.
+    folder `kernels` in `$XDG_CACHE_HOME/hpctrain` (~/.cache/hpctrain). Without access to it, each process compiles.
 
     Args:
         nvrtc: CuPy's module nvrtc.

@@ -35,7 +35,7 @@ class EventPool:
         return self._free.pop() if self._free else self._runtime.device.event()
 
     def give_back(self, event: DeviceEvent) -> None:
-        """Return an event to the pool."""
+        """Make an event free, so that `take` may return it again."""
         self._free.append(event)
 
 
@@ -60,8 +60,8 @@ class _Mirror:
     """Pinned memory for an array and all arrays inside it.
 
     Attributes:
-        memory: uint8, as large as the array.
-        copied_back: event after the latest copies from the memory; None if there are none.
+        pointer: address of the array on the device; memory: uint8, as large as the array.
+        copied_back: event after the latest copies from the memory; None if the host need not wait for any.
     """
 
     pointer: int

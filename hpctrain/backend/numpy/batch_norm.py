@@ -12,8 +12,9 @@ from hpctrain.backend.specs import BatchNormSpec, TensorSpec
 class NumpyBatchNorm(InPlace, NumpyOperator):
     """Batch norm: y = gamma * (x - mean) / sqrt(var + epsilon) + beta, with the sum and the ReLU of a fused spec.
 
-    Collective over the merger's ranks if the spec has `synchronised` set: every rank calls `forward` and `backward_input`, which
-    call the merger once each. `backward_parameters` computes the sums that `backward_input` reads, so it comes first.
+    Collective over the merger's ranks if the spec has `synchronised` set: in training, unless the statistics are fixed, `forward`
+    and `backward_input` (if an input gradient is wanted) call the merger once each. `backward_parameters` computes the sums that
+    `backward_input` reads, so it comes first.
     """
 
     def __init__(self, spec: BatchNormSpec, *inputs: TensorSpec, training: bool) -> None:

@@ -162,10 +162,7 @@ class RectifiedLinear(RectifiedOperator, SufficientFactors):
 
 
 def zero_row(views: list[np.ndarray], dtype: str) -> np.ndarray:
-    """Return a row of zeros as wide as the widest block.
-
-    np.maximum of two arrays is three times as fast as of an array and a number.
-    """
+    """Return a row of zeros as wide as the widest block. With the number 0 instead, np.maximum takes three times as long."""
     return np.zeros(max((view.shape[1] for view in views), default=0), dtype)
 
 

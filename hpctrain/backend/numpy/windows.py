@@ -199,6 +199,7 @@ class Columns:
 
     Attributes:
         scratch: arrays that `bind` needs: the columns and, if windows reach beyond the image, a padded copy of a chunk's rows.
+        pixels, largest, count: number of output pixels, of those of the largest chunk, and of chunks.
     """
 
     def __init__(

@@ -49,13 +49,13 @@ _PRODUCTS_REASON = "it has few pixels and many weights"
 class OnednnKernelSet(KernelSet):
     """oneDNN's kernels for the operations for which they are fast, and NumPy's in plain memory for the others.
 
-    NumPy computes empty images, dropout, synchronised batch norm, pooling with windows of different sizes, the loss, and all
-    operations for which oneDNN has only plain loops. The set owns the engine. oneDNN uses the threads of OpenMP; OMP_NUM_THREADS
-    is read when the library is loaded. The set limits NumPy's BLAS to one thread in the whole process: OpenMP's threads spin
-    between two kernels, and a second thread pool would compete with them for the cores.
+    NumPy computes empty images, dropout, batch norm in training with synchronised or fixed statistics, pooling with windows of
+    different sizes, the loss, and all operations for which oneDNN has only plain loops. The set owns the engine. oneDNN uses the
+    threads of OpenMP; OMP_NUM_THREADS is read when the library is loaded. The set limits NumPy's BLAS to one thread in the whole
+    process: OpenMP's threads spin between two kernels, and a second thread pool would compete with them for the cores.
 
     Raises:
-        BackendError: the library is missing, or the processor lacks AVX2.
+        BackendError: oneDNN cannot be used here (see `available`).
     """
 
     name: ClassVar[str] = "onednn"
@@ -72,7 +72,6 @@ class OnednnKernelSet(KernelSet):
 
     @property
     def version(self) -> str:
-        """Version of oneDNN."""
         return self._engine.version
 
     @property

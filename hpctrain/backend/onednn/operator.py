@@ -28,7 +28,7 @@ class LibraryOperator(Operator):
     """Base of operators that are computed by primitives.
 
     Attributes:
-        primitives: primitives by the phase that they compute; None if the phase is not wanted.
+        primitives: primitives by the phase that they compute; None if the phase is not wanted, or computed by other means.
     """
 
     primitives: Mapping[str, Primitive | None]
@@ -82,7 +82,7 @@ class Regions:
 
 
 def part(buffer: Array | None, place: slice) -> Array:
-    """Return the bytes at `place`. The buffer may be None if the place is empty."""
+    """Return the bytes at `place`; None if there is no buffer, which is allowed if the place is empty."""
     if buffer is None:
         assert place.start == place.stop
         return None

@@ -170,11 +170,12 @@ class LeftOut:
 
 @dataclass(frozen=True)
 class ConvertedFile:
-    """Summary of a conversion: the data file, and the items that were left out.
+    """Summary of a conversion.
 
     Attributes:
         images: (name, number of images) of each class, in the order of labels.
-        value_range: (low, high) of the values of more than 8 bits that became 0 and 255; None: those of their type.
+        value_range: (low, high), the values that became 0 and 255; None: the usual ones of the source's type, such as 0 and 255.
+        left_out: the items that were not converted, by reason.
     """
 
     path: Path
@@ -270,7 +271,7 @@ def range_up_to(most: float) -> ValueRange | None:
 def measured_range(
     read: Callable[[Item], Path | bytes], items: Iterable[Item], threads: int, max_pixels: int | None = None
 ) -> ValueRange | None:
-    """Return the range of the values of pictures that declare 16 bits per value, but use fewer; None if there are none.
+    """Return the range of the values of pictures that declare 16 bits per value, if all use fewer; None otherwise.
 
     Raises:
         DataError: there are such pictures, but also some of floating-point numbers or wider integers.

@@ -126,7 +126,7 @@ def _fault(name: str, label: str, path: Path, first_line: int, line: int) -> str
 
 
 def _numbers(labels: Sequence[str]) -> list[int] | None:
-    """Return the labels as integers; None unless all of them are integers of at most 9 digits."""
+    """Return the labels as integers; None unless all are integers of at most 9 characters, including a minus sign."""
     if all(label.removeprefix("-").isdecimal() and len(label) <= 9 for label in labels):
         return [int(label) for label in labels]
     return None

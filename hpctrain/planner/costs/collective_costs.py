@@ -86,9 +86,9 @@ def _placement(machine: Machine, groups: Sequence[Iterable[int]]) -> GroupPlacem
 
 
 def grid_placements(machine: Machine, rows: int, cols: int) -> GridPlacements:
-    """Return the placements of the groups on a grid of Pr x Pc ranks.
+    """Return the placements of the groups on a grid of Pr = `rows` times Pc = `cols` ranks.
 
-    Split groups, and likewise data groups, may be placed differently. Their placement contains the maxima over all groups.
+    If the split groups differ in their placement, the result has the maxima over all of them; likewise for the data groups.
     """
     size = rows * cols
     return GridPlacements(
@@ -406,7 +406,7 @@ class MessageCosts:
     machine: Machine
     placement: GroupPlacement
     levels: Levels | None
-    item_bytes: int
+    item_bytes: int  # of an element in the dtype of computation
     rounding: Rounding | None = None
     shards: int | None = None
 
@@ -441,7 +441,7 @@ class MessageCosts:
         return self.memory_seconds(elements * self.item_bytes + _PAIR_BYTES * pairs)
 
     def memory_seconds(self, n_bytes: float) -> float:
-        """Return the time of a core to read and write `n_bytes` bytes in total."""
+        """Return the time of a core to read and write `n_bytes` bytes in total; 0 if the machine has no rate of memory."""
         rate = self.machine.rates.get(OperatorClass.MEMORY)
         return n_bytes / rate.bytes_per_second if rate is not None else 0.0
 

@@ -27,26 +27,21 @@ class ComputeCosts(Protocol):
             memory: `plan.memory[k]` of the operator: requested gradients, gradients that are added to, and arrays that share
                 memory. None: the gradients of all inputs are written.
         """
-        ...
 
     def product_seconds(self, product: FactorProduct) -> float:
         """Return the seconds to compute a whole weight gradient from exchanged inputs and errors."""
-        ...
 
     def update_seconds(self, elements: int) -> float:
         """Return the seconds of SGD's update of `elements` elements, with momentum, weight decay and the check of its result.
 
         The check finds non-finite values. `PlannedJob.element_seconds` returns the time of the job's optimiser.
         """
-        ...
 
     def step_seconds(self, input_bytes: int, operators: int) -> float:
-        """Return the seconds of a step outside operators and updates: input copy, loss, sums, and the program's own work."""
-        ...
+        """Return the seconds of a step of `operators` operators outside these and updates: input copy, loss, sums, own work."""
 
     def measured_share(self) -> float:
         """Return the share, in [0, 1], of the seconds requested so far that comes from measured times."""
-        ...
 
 
 # Accesses per element of an update with momentum: reads of weight, gradient, momentum, and again of the weight for the check of

@@ -117,7 +117,7 @@ class LinkSegment:
 
 @dataclass(frozen=True)
 class Link:
-    """Cost of a rank's messages on one level of the network."""
+    """Cost of a rank's messages within or between nodes; `machine_file.LinkFields` describes the numbers."""
 
     segments: tuple[LinkSegment, ...]
     operation_seconds: float = 0.0
@@ -139,7 +139,7 @@ class Link:
 
     @property
     def burst_seconds(self) -> float:
-        """Maximum time on the wire that a pause saves, in seconds."""
+        """Maximum seconds that a pause before a message saves: those of `burst_bytes` at the rate of the largest messages."""
         return self.burst_bytes * self.segments[-1].beta_seconds_per_byte
 
 

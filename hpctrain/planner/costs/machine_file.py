@@ -50,7 +50,7 @@ class LinkFields(Section):
     operation_seconds: Number = Field(ge=0, description="Time of a core to post an operation and complete it, in seconds.")
     byte_seconds: Number = Field(ge=0, description="Time of a core per byte sent or received, in seconds.")
     sum_seconds: Number = Field(ge=0, description="Time of a core per byte that a reduction adds up, in seconds.")
-    burst_bytes: Integer = Field(ge=0, description="Number of bytes that pass at once after a pause.")
+    burst_bytes: Integer = Field(ge=0, description="Number of bytes that pass without delay after a pause.")
 
     @field_validator("segments")
     @classmethod

@@ -1,7 +1,7 @@
 """Store measured times of operators between runs.
 
 The key of a time contains everything that affects it: operation, channels, layouts, use of memory and extents, but not names,
-purposes or random seeds. Times at neighbouring sizes of the same operator are interpolated. A size far from all measured sizes
+purposes or random seeds. Times at neighbouring sizes of the same operator are interpolated. A size far outside the measured ones
 has no time.
 """
 
@@ -243,9 +243,10 @@ class OperatorTimes:
 
 
 def interpolated(points: Sequence[tuple[int, float]], size: int) -> float | None:
-    """Return the seconds at a size from sorted (size, seconds) points; None if there is no point within a factor of `REACH`.
+    """Return the seconds at a size from sorted (size, seconds) points.
 
-    Between points, the time is piecewise linear; outside, it follows from the rate of the nearest point.
+    Between points, the time is piecewise linear. Outside, it follows from the rate of the nearest point; the result is None if
+    this point is not within a factor of `REACH`, or if there are no points.
     """
     if not points:
         return None
@@ -266,7 +267,7 @@ def interpolated(points: Sequence[tuple[int, float]], size: int) -> float | None
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Return the content of a file of times; empty, with a warning, if the file is invalid."""
+    """Return the content of a file of times; empty if it is missing or, with a warning, if it is unreadable or invalid."""
     try:
         content = json.loads(read_bytes(path, own=True))
     except FileNotFoundError:

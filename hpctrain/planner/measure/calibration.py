@@ -1,4 +1,4 @@
-"""Calibrate a machine: measure its links, memory and operator rates with the ranks of a job, within a time limit.
+"""Calibrate a machine: measure its links, memory and operator rates with the ranks of a job.
 
 Links are measured between pairs of ranks. Within nodes, all pairs communicate at once, as in a step. Between nodes, one pair
 measures first, alone on its network cards. Then all pairs measure at once, which shows how many ranks share a card. The rates of
@@ -209,11 +209,11 @@ MeasureThreads = Callable[[Callable[[], None]], tuple[Mapping[OperatorClass, Ope
 
 @dataclass(frozen=True)
 class RankFacts:
-    """Facts about a rank's node.
+    """Facts about a rank and its node.
 
     Attributes:
         cores: cores on which the rank may run, exclusive or shared with other ranks.
-        memory_bytes: memory of the node.
+        memory_bytes: memory of the node; processor: name of its processor model.
     """
 
     cores: frozenset[int]
@@ -259,7 +259,8 @@ def calibrate(
 
     Args:
         when: date, for the sources of the numbers.
-        seconds: time limit of the whole measurement.
+        seconds: time for the whole measurement. Links take at most 60 % of it if one pass over all sizes fits; the rest is not
+            limited.
         measure_threads: function that measures the effect of this rank's threads, called if every rank has one thread per core
             and at least two cores; None on all ranks: the effect is not measured.
         physical_cores: function from logical cores to the number of physical cores among them.

@@ -2,7 +2,7 @@
 
 `LinkProbe` posts, polls and waits for messages of several sizes, as averagers do. Each time is the minimum of several
 measurements, because other work on the machine only increases times. The fit joins neighbouring sizes by straight lines. It also
-derives the bytes that move between two polls, and the bytes that pass at once after a pause.
+derives the bytes that move between two polls, and the burst: the bytes that pass without delay after a pause.
 """
 
 from __future__ import annotations
@@ -114,11 +114,13 @@ class LinkProbe:
     ) -> list[MessagePoint]:
         """Return a point for each size: medians over the ranks with partners. Collective over `all_ranks`.
 
-        Passes over all sizes are repeated, at least twice, within the time budget of rank 0, because a disturbance rarely lasts
-        for two passes. If a message takes too long, larger sizes are omitted; at least two sizes are measured.
+        After a first pass over all sizes, up to seven more follow while rank 0 expects them to fit the time budget, because a
+        disturbance rarely lasts for two passes. If a message, or the first pass, takes too long, larger sizes are omitted; at
+        least two are measured.
 
         Args:
             sizes: bytes of messages, ascending.
+            polls: whether to count polls.
         """
         begin = self._progress.now()
         if self._pair is not None:
@@ -249,7 +251,7 @@ _BURST_SIZES = (512 << 10, 2 << 20)  # smaller messages may fit into buffers, an
 
 
 def link(points: Sequence[MessagePoint], *, bursts: bool = True) -> Link:
-    """Fit a link to at least two points in ascending order of size; with `bursts`, bytes may pass at once after a pause."""
+    """Return the link fitted to at least two points in ascending order of size; without a burst unless `bursts` is set."""
     burst_bytes = burst(points) if bursts else 0
     first, large = points[0], points[-3:]
     return Link(
@@ -265,7 +267,7 @@ def link(points: Sequence[MessagePoint], *, bursts: bool = True) -> Link:
 
 
 def burst(points: Sequence[MessagePoint]) -> int:
-    """Return the bytes that pass at once after a pause, compared with the rate of large messages; 0 if none do.
+    """Return how many bytes a link transfers after a pause beyond what the rate of large messages allows; 0 if none.
 
     The result is the maximum over the points, because other work on the machine can only make a burst seem smaller.
     """

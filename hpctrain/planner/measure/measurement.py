@@ -49,7 +49,7 @@ def run_calibration(
         deadline_seconds: maximum duration of one wait.
 
     Raises:
-        OSError: the file cannot be written; raised before the measurement.
+        OSError: the file cannot be written. All ranks raise it before the measurement if this is foreseeable, otherwise rank 0.
     """
     raise_on_all_ranks(world, lambda: check_target(out, streams=True) if world.rank == 0 else None)
     machine = measured(
@@ -204,8 +204,8 @@ def measure(task: SearchTask, candidates: Sequence[Candidate], budget_seconds: f
     """Measure the candidates' operators that are missing in the user's cache, and store their times there.
 
     Raises:
-        ConfigError: the machine is not the one on which this process runs.
-        OSError: the cache cannot be written.
+        ConfigError: the machine is not the one on which this process runs, or a process fails, for example because the cache
+            cannot be written.
     """
     if not configured_search.is_here(task.machine):
         raise ConfigError(

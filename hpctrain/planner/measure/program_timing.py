@@ -47,7 +47,6 @@ class FakeSplitGroup(SplitGroup):
     def alltoall(
         self, send: np.ndarray, recv: np.ndarray, send_counts: Sequence[int], recv_counts: Sequence[int], purpose: str
     ) -> Ticket:
-        """Return a complete ticket without sending anything."""
         return self._done
 
     def wait(self, ticket: Ticket) -> None:
@@ -62,18 +61,15 @@ class FakeStatisticsMerger:
 
     @property
     def alone(self) -> bool:
-        """Whether there is only one rank, so that nothing is merged."""
         return self._ranks == 1
 
     def merge(self, count: int, mean: np.ndarray, m2: np.ndarray) -> int:
-        """Merge one copy of the moments per rank in place, and return the total count."""
         counts = np.full(self._ranks, float(count))
         means, m2s = (np.broadcast_to(values, (self._ranks, values.size)) for values in (mean.copy(), m2.copy()))
         total, mean[...], m2[...] = merge_moments(counts, means, m2s)
         return total
 
     def sum(self, values: np.ndarray) -> None:
-        """Add up one copy of the values per rank, in place."""
         np.multiply(values, self._ranks, out=values)
 
 
@@ -100,7 +96,7 @@ class ProgramTimes:
     """
 
     actions: Mapping[tuple[Action, int], float]
-    input: float
+    input: float  # copy of the images
     update: float
     others: float
 

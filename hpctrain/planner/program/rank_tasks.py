@@ -109,7 +109,7 @@ class _PassTasks:
     """Tasks of one micro-batch, or of several shards whose operators run side by side.
 
     Args:
-        plans: plans with equal actions.
+        plans: plans with equal actions. The methods append tasks; their argument k is the index of a step in the plans.
         numbers: iterator over the numbers of exchanges, shared by all passes of the step.
         announces: whether gradients are final after this pass.
         additions: number of additions of each gradient before it is announced.
@@ -210,7 +210,7 @@ class _PassTasks:
     # -- moves within the split group ------------------------------------------------------------------------------------------
 
     def _begin_move(self, k: int, action: Action) -> None:
-        """Add packing and the post of the exchange."""
+        """Append the tasks that pack the messages of move k and post its exchange."""
         packing, _, _ = self._move_seconds(k, action)
         step = self._plan.steps[k]
         self._compute(step, action, packing, polls=False)
@@ -218,7 +218,7 @@ class _PassTasks:
         self._tasks.append(BeginExchange(number, self._exchange(step, action)))
 
     def _end_move(self, k: int, action: Action) -> None:
-        """Add local copies, the wait for the exchange, and unpacking; if the exchange has not begun, begin it first."""
+        """Append local copies of move k, the wait for its exchange, and unpacking; first begin an exchange that has not begun."""
         step = self._plan.steps[k]
         if k not in self._begun:
             self._begin_move(k, action)
@@ -258,7 +258,7 @@ class _PassTasks:
         return factors and any(name in self._facts.exchanging for name in self._parameters(step))
 
     def _pack(self, k: int, kind: EventKind, elements: int) -> None:
-        """Add the copy of inputs or errors to the send buffer, and the event that the copy is complete."""
+        """Append the task that copies `elements` inputs or errors to the send buffer, and the event of its completion."""
         weight = self._facts.exchanging[self._parameters(self._plan.steps[k])[0]]
         seconds = _COPY_OF_UPDATE * self._costs.update_seconds(elements)
         self._tasks.append(Compute(HOOKS, Category.AVERAGING, seconds, polls=False))

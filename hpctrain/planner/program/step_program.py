@@ -63,7 +63,8 @@ class AlikeRanks:
 
     Attributes:
         first: position of the first rank.
-        split_rank: r of the first rank.
+        split_rank: number of the first rank in its split group.
+        samples: number of samples of a step on each of the `ranks` ranks.
         micro_batches: graph of each micro-batch or shard of a step.
         additions: number of additions per element of gradients after each graph.
         groups: key of the strategy of each parameter group (`group_keys`).

@@ -31,7 +31,7 @@ class AveragedParts:
     """Parameters of a part of a network that one rank averages.
 
     Attributes:
-        messages: number of parameters with several elements.
+        messages: number of parameters, each of which some averagers send by itself.
         linear: sizes of the weights of linear layers, which also count in `elements`.
     """
 

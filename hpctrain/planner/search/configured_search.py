@@ -342,11 +342,7 @@ class SimulatedPoint:
         return (self.images_per_second / self.ranks) / (base.images_per_second / base.ranks)
 
     def facts(self, base: SimulatedPoint) -> dict[str, Any]:
-        """Return the point as plain data.
-
-        Args:
-            base: point to which the efficiency is relative.
-        """
+        """Return the point as plain data, with the efficiency relative to `base`."""
         return {
             "averager": self.averager,
             "ranks": self.ranks,
@@ -433,7 +429,11 @@ def facts(study: SimulatedStudy, points: Sequence[SimulatedPoint]) -> dict[str, 
 
 
 def write_trace(path: Path, point: SimulatedPoint, title: str) -> Path:
-    """Write the simulated step of a point as a trace file with one process per class of ranks, and return the path."""
+    """Write the simulated step of a point as a trace file, in which each class of ranks is a process, and return the path.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
     classes = point.prediction.step.events
     begin_ns = min((int(events.start_ns.min()) for events in classes.values() if len(events)), default=0)
     with replacing(path) as partial:

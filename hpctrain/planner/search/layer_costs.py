@@ -34,7 +34,7 @@ from hpctrain.planner.search.averaging_costs import AveragedParts, LinearSize
 
 @dataclass(frozen=True)
 class NetworkSegment:
-    """Consecutive nodes of a graph with a single input tensor and a single output tensor."""
+    """Nodes [start, stop) of a graph. They read no outer tensor but `source`, and later nodes read no inner one but `output`."""
 
     start: int
     stop: int
@@ -219,7 +219,7 @@ class _Lowering:
         self.output: Layout
 
     def run(self, incoming: Layout | None, uses: Sequence[Parallelism]) -> Graph:
-        """Return the segment's graph on this rank."""
+        """Return the segment's graph on this rank, for the input's layout and the use of each node; call it once per object."""
         nodes, dtype = self._segment.nodes(self._graph), self._graph.tensors[0].dtype
         if incoming is None:
             samples = layout.samples(self._graph.tensors[0].shape, self._context.counts)

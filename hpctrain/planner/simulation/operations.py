@@ -257,11 +257,9 @@ class Member(Protocol):
 
     def transfer(self, stage: CollectiveStage, group: SimulatedGroup, ended: Callable[[], None]) -> StageTransfer:
         """Return the rank's transfer for a stage, not yet begun."""
-        ...
 
     def stage_ended(self, share: MeetingShare) -> None:
         """Handle the end of a stage. The rank calls `share.next_stage` at the poll that notices the end."""
-        ...
 
 
 class MeetingShare:

@@ -115,7 +115,8 @@ class RankClass:
     """Ranks with equal steps.
 
     Attributes:
-        split_rank: r of the first rank.
+        split_rank: number of the first rank in its split group.
+        samples: number of samples of a step on each rank.
         update_seconds: seconds to update one owned element, by group.
         product_seconds: seconds per owned element to compute a weight gradient from exchanged inputs and errors, by weight.
         memory_bytes: maximum memory of a rank of the class.
