@@ -55,7 +55,7 @@ WORLD_SIZE = FindingKind(
 ONE_OF_SEVERAL = FindingKind(
     "one-of-several",
     Severity.WARNING,
-    "The scheduler allocated several ranks or nodes, but no launcher started this process, which a training refuses.",
+    "The scheduler allocated several ranks or nodes, but no launcher started this process; a training would be refused.",
     "Start it by `srun` or `mpiexec`, or set `HPCTRAIN_EXPECT_RANKS=1` for one rank alone.",
 )
 ALONE = FindingKind(

@@ -161,7 +161,7 @@ class MomentumOptimizer(_DecayingOptimizer):
 
     Args:
         momentum: Factor on the previous update's direction in the next one, in [0, 1); 0 switches momentum off.
-        nesterov: Whether to use Nesterov's momentum, w := w - lr * (g' + momentum * m).
+        nesterov: Whether to use Nesterov's momentum: w := w - lr * (g' + momentum * m), with the gradient g' and the momentum m.
         weight_decay: Factor of weight decay: weight_decay * w is added to the gradient (L2 regularisation).
         decay_exclude: Parameters without weight decay: "norm_and_bias" excludes biases and the parameters of batch norms, "none"
             excludes nothing.

@@ -108,7 +108,8 @@ The doctor runs these checks. The table has the same order.
 
 {checks}
 
-The check "job" is the doctor's own job. This list and the table are written by `make docs`.
+Findings of the check "job" concern the doctor itself: it did not end in time, a library ended it, or one of its checks failed.
+With `--json`, the doctor prints the key of each finding. `make docs` writes this list and the table.
 
 """
 

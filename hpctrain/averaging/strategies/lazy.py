@@ -329,8 +329,8 @@ class LazyOptions(ShardedOptions):
     Args:
         layers: Number of layers, counted from the input, whose gradients are summed over several steps; all layers if the network
             has fewer.
-        max_interval: Maximum number of steps between two averagings of these layers; 1 averages them in every step.
-        check_every: Number of averagings from one check of the interval to the next.
+        max_interval: Maximum interval between two averagings of these layers, in steps; 1 averages them in every step.
+        check_every: Number of averagings between two checks of the interval, each of which may change it by one step.
 
     Raises:
         OptionError: a value is below 1.

@@ -37,8 +37,8 @@ class PriorityOptions:
     Args:
         slice_parameters: Maximum number of parameters in a slice; smaller neighbours are fused up to half of it. Null uses 50,000
             as in the paper, or more if that many messages would take too much processor time.
-        window: Maximum number of slices in flight, of gradients and of parameters each. Null uses the number that the measured
-            link sends between two polls: with a smaller window the link idles, with a larger one urgent slices wait longer.
+        window: Maximum number of slices in flight, of gradients and of parameters each. Null computes it from the measured link
+            and the time of an operator: with a smaller window the link idles, with a larger one urgent slices wait longer.
         fc_exchange: Whether linear layers exchange inputs and errors instead of gradients: "auto" (on CPUs, if that moves less
             data), "always" or "never".
         two_level: Whether nodes with several ranks each sum gradients within the node before they sum them across nodes, and
