@@ -128,7 +128,7 @@ class Communicator(Protocol):
         """Return `root`'s picklable value. Collective; waits."""
 
     def abort(self, code: int) -> None:
-        """End the whole job immediately."""
+        """End the whole job immediately, with exit code `code`."""
 
 
 def piece(array: Array, counts: Sequence[int], rank: int) -> Array:
@@ -145,7 +145,7 @@ class ForwardingCommunicator:
         self.inner = inner
 
     def wrap(self, part: Communicator) -> Communicator:
-        """Return the communicator for a part of `inner` that a split has created. Collective over the part."""
+        """Return the communicator for `part`, which a split of `inner` created; default: `part`. Collective over the part."""
         return part
 
     def iallreduce(self, buffer: Array) -> Handle:
@@ -327,8 +327,8 @@ def raise_on_all_ranks(comm: Communicator, work: Callable[[], T]) -> T:
 
     Raises:
         HpctrainError: `work` raised an HpctrainError, or user code failed, on any rank. Every rank raises the error of the lowest
-            such rank. Its message names the failing ranks unless all failed; its `ranks` are set to them if it has none. Only the
-            first rank prints it.
+            such rank, marked so that only the first rank of `comm` prints it. Unless all ranks failed, the message names the
+            failing ones, and `ranks` is set to them if it is empty.
     """
     failure: HpctrainError | None = None
     try:
@@ -356,7 +356,7 @@ def raise_on_all_ranks(comm: Communicator, work: Callable[[], T]) -> T:
 
 
 def on_ranks(failed: Sequence[int], size: int) -> str:
-    """Return a suffix for a message that names the ranks, such as ' (on ranks 1 and 2 of 4)'; empty if all ranks failed."""
+    """Return a suffix for a message, ' (on ranks 1 and 2 of 4)' or with more than 8 a number and the first; "" if all failed."""
     if len(failed) == size:
         return ""
     if len(failed) == 1:
@@ -424,7 +424,7 @@ def _digest(facts: Mapping[Any, Any]) -> str:
 def _raise_difference(world: Communicator, subject: Subject) -> None:
     """Raise an error for the first difference between ranks. Collective.
 
-    Return without an error if ranks differ only in facts that some of them lack.
+    Return without an error if `subject` is partial and ranks differ only in facts that some of them lack.
     """
     gathered = world.allgather_object((platform.node(), subject.remedy, subject.facts))
     compared = [rank for rank, (_, _, facts) in enumerate(gathered) if facts is not None]

@@ -86,11 +86,7 @@ def in_levels(comm: Communicator, two: Levels | None, name: str) -> Communicator
 
 
 def within_node(comm: Communicator, two: Levels, name: str) -> Communicator:
-    """Return a communicator of the ranks on this rank's node. Collective; at set-up.
-
-    Args:
-        comm: communicator whose ranks have the order of `two`, as returned by `in_levels`.
-    """
+    """Return a communicator of the ranks of `comm`, a result of `in_levels`, on this rank's node. Collective; at set-up."""
     return _split(comm, comm.rank % two.nodes, f"{name} within nodes")
 
 

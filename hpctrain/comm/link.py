@@ -69,7 +69,7 @@ def calibrate(comm: Communicator, progress: ProgressEngine) -> LinkModel:
 
 
 def fitted(ranks: int, pair_seconds: Callable[[int], float]) -> LinkModel:
-    """Return the link on which a reduce-scatter and an allgather of float32 pieces take `pair_seconds(elements)` together."""
+    """Return the link on which a reduce-scatter and an allgather, with n float32 per piece, take `pair_seconds(n)` together."""
     if ranks == 1:
         return LinkModel(0.0, 0.0)
     small, large = (max(1, whole_bytes // 4 // ranks) for whole_bytes in (_SMALL_BYTES, _LARGE_BYTES))
@@ -79,7 +79,7 @@ def fitted(ranks: int, pair_seconds: Callable[[int], float]) -> LinkModel:
 
 
 def _pair_seconds(comm: Communicator, progress: ProgressEngine, elements: int) -> float:
-    """Return the median time of a reduce-scatter and an allgather; the first pair is a warm-up."""
+    """Return the median seconds of a reduce-scatter and an allgather together, with `elements` float32 per piece."""
     counts = [elements] * comm.size
     buffer, piece = np.zeros(sum(counts), np.float32), np.zeros(elements, np.float32)
 
@@ -87,7 +87,7 @@ def _pair_seconds(comm: Communicator, progress: ProgressEngine, elements: int) -
         progress.wait_handle(handle, "measurement of the link")
 
     seconds = []
-    for _ in range(1 + _REPEATS):
+    for _ in range(1 + _REPEATS):  # the first pair is a warm-up
         wait(comm.ibarrier())
         begin = progress.now()
         wait(comm.ireduce_scatter(buffer, piece, counts))

@@ -77,11 +77,7 @@ _CHARS = {"float32": "f", "float64": "d", "bfloat16": "H", "uint8": "B"}
 
 
 class MpiBuffers:
-    """Buffer arguments of MPI calls. Device arrays require a library that accesses device memory.
-
-    Args:
-        mpi: the module `mpi4py.MPI`.
-    """
+    """Buffer arguments for the module `mpi4py.MPI`. Device arrays require a library that accesses device memory."""
 
     def __init__(self, mpi: Any) -> None:
         self._mpi = mpi
@@ -276,10 +272,7 @@ def finish(deadline_seconds: float) -> None:
 
 
 def describe() -> str:
-    """Return the MPI library's name, version and thread level in one line, for logs and run directories.
-
-    Call it after `world`.
-    """
+    """Return the MPI library's name, version and thread level in one line. Call it after `world`."""
     from mpi4py import MPI
 
     levels = ("single", "funneled", "serialized", "multiple")

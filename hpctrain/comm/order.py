@@ -88,9 +88,10 @@ class InOrder:
             self._waiting.popleft().begin()
 
     def second_stage(self, first: Handle, start: Callable[[], Handle], finish: Callable[[], None] = _nothing) -> SecondStage:
-        """Add the second stage of an operation whose first stage has just been posted, and return a handle of both stages.
+        """Add the second stage of an operation, which `start` will post, and return a handle of both stages.
 
         Args:
+            first: handle of the first stage, which has been posted.
             finish: callback, called once when both stages are complete.
         """
         operation = SecondStage(self, first, start, finish)
@@ -117,7 +118,7 @@ class SecondStage(OrderedOperation):
         return self._first is None
 
     def test(self) -> bool:
-        # Only this operation's test drives its first stage, because every test of a handle is counted.
+        # Only this operation's test drives its first stage; otherwise each test of a later operation would drive it again.
         if self._first is not None and self._first.test():
             self._first = None
         return super().test()

@@ -71,7 +71,7 @@ def share(node: Communicator, size_bytes: int) -> SharedMemory:
 def shared_descriptor(node: Communicator, descriptor: int, denied: str = "") -> tuple[int, str]:
     """Return this rank's descriptor of the file that rank 0 has opened, and the reason why it cannot be shared, or "".
 
-    Collective; at start-up only. With a reason, the descriptor is -1, and that of rank 0 is closed.
+    Collective; at start-up only. The caller closes the descriptor. With a reason, it is -1, and that of rank 0 is closed.
 
     Args:
         descriptor: descriptor on rank 0, which the result replaces; ignored on other ranks.

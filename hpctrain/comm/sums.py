@@ -76,12 +76,12 @@ Caster = Callable[[int, str], Compressor]
 
 
 def sums_over(comm: Communicator, caster: Caster | None, *, allreduces: bool) -> GradientSums:
-    """Return the sums of gradients over `comm`, in 16 bits if requested. Collective; at set-up.
+    """Return the sums of gradients over `comm`, whose messages are compressed; `comm` itself without compression or other ranks.
 
-    With two levels, only sums across nodes are in 16 bits.
+    With two levels, only messages across nodes are compressed. The call is collective. Make it only at set-up.
 
     Args:
-        caster: factory of message compressors; None: nothing is rounded.
+        caster: factory of message compressors; None: no compression.
         allreduces: whether allreduces are needed, too.
     """
     if caster is None or comm.size == 1:
@@ -93,7 +93,7 @@ def sums_over(comm: Communicator, caster: Caster | None, *, allreduces: bool) ->
 
 
 def _flat_sums(comm: Communicator, caster: Caster) -> SixteenBitSums:
-    """Return sums over `comm` in one level, including allreduces. Collective; at set-up."""
+    """Return compressed sums over `comm` without levels, which also support allreduces. Collective; at set-up only."""
     return SixteenBitSums(comm, caster, comm.split(0, comm.rank, f"{comm.name} sums"))
 
 
@@ -202,7 +202,7 @@ class OwnerSums(ABC):
         return gathers.iallgather(None, total, counts)
 
     def ireduce_scatter(self, send: Terms, recv: Array, counts: Sequence[int]) -> Handle:
-        """Send each rank its part of the sum over the ranks. Several terms in `send` may be reused when the call returns."""
+        """Send each rank its part of the sum over the ranks. If `send` is a tuple, its arrays may be reused after the call."""
         handle, add_up = self.send_parts(send, counts, recv)
         return Finished(handle, lambda: add_up(recv))
 

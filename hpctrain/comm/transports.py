@@ -304,10 +304,7 @@ class NcclCommunicator(ForwardingCommunicator):
         return self._enqueued("allreduce", buffer)
 
     def ireduce_scatter(self, send: Array, recv: Array, counts: Sequence[int]) -> Handle:
-        """Enqueue one reduction to each rank, all of them at once.
-
-        NCCL's own reduce-scatter requires pieces of equal sizes.
-        """
+        """Enqueue one reduction to each rank, all of them at once. NCCL's own reduce-scatter requires pieces of equal sizes."""
         if isinstance(send, np.ndarray):
             return self.inner.ireduce_scatter(send, recv, counts)
         assert (send.size, recv.size) == (sum(counts), counts[self.rank])

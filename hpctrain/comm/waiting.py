@@ -73,7 +73,7 @@ class ProgressThread:
         interval_seconds: time between two passes.
 
     Attributes:
-        inside: whether the block is open; changed under the lock.
+        inside: whether the block is open; cleared under the lock.
     """
 
     def __init__(

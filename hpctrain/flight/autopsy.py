@@ -77,7 +77,7 @@ _STILL_SHARE = 0.75
 
 
 def waited_for(records: Sequence[FlightRecord]) -> Autopsy | None:
-    """Return the finding for the end of a chain of waits: ranks, and the operation that they did not post; None without waits."""
+    """Return the finding for the end of a chain of waits (see the module); None if no rank waits."""
     by_rank = {record.rank: record for record in records}
     edges = {rank: _absence(record, by_rank) for rank, record in by_rank.items() if record.wait}
     if not edges:
@@ -228,7 +228,7 @@ _SAME_SIZES = re.compile(r"(allreduce|reduce-scatter|allgather|broadcast from \d
 
 
 def newest(records: Sequence[FlightRecord]) -> tuple[FlightRecord, ...]:
-    """Return the records of the latest start among these records, by rank."""
+    """Return the records of the latest start, and of ranks that ended before they joined it, ordered by rank."""
     latest = max((record.job for record in records), default=0)
     jobs = (latest, 0)  # 0: a rank that ended before it joined the job
     return tuple(sorted((record for record in records if record.job in jobs), key=lambda record: record.rank))
@@ -259,7 +259,7 @@ def autopsy(records: Sequence[FlightRecord]) -> Autopsy:
 
 
 def _failed(records: Sequence[FlightRecord]) -> Autopsy | None:
-    """Return the finding for the ranks that failed first, with their error message; None if no rank failed."""
+    """Return the finding for the ranks that failed first, with their error; None if none failed or the first met its deadline."""
     ended = [record for record in records if record.end not in (End.RUNNING, End.FINISHED)]
     first = min(ended, key=lambda record: record.wall_seconds(record.seen_ns), default=None)
     if first is None or first.end is End.DEADLINE:  # the other ranks of a job that ends at a deadline are killed
@@ -283,7 +283,7 @@ def _failed(records: Sequence[FlightRecord]) -> Autopsy | None:
 def _gone(records: Sequence[FlightRecord]) -> Autopsy | None:
     """Return the finding if all unfinished ranks ended at the same time without a record of their end; None otherwise.
 
-    If a rank had waited for seconds, the wait shows the cause.
+    The result is also None if a rank had waited for seconds, because its wait shows the cause.
     """
     gone = [record for record in records if record.end is not End.FINISHED]
     latest = latest_seconds(records)
@@ -353,7 +353,7 @@ def _different_operation(records: Sequence[FlightRecord]) -> Autopsy | None:
 
 
 def _comparable(operation: RecordedOperation) -> tuple[str, str]:
-    """Return the texts of an operation that must be equal on all ranks."""
+    """Return the purpose of an operation, and its text if both must be equal on all ranks, otherwise ""."""
     match = _SAME_SIZES.match(operation.operation)
     return operation.purpose, match[0] if match else ""
 
@@ -381,7 +381,7 @@ def _by_size(words: Mapping[int, Hashable]) -> list[list[int]]:
 
 
 def _silent(records: Sequence[FlightRecord]) -> Autopsy | None:
-    """Return the finding for ranks whose records end before those of the other ranks; None if there are none."""
+    """Return the finding for unfinished ranks whose records end seconds before the latest record; None if there are none."""
     latest = latest_seconds(records)
     silent = {record: silent_seconds(record, latest) for record in records if record.end is End.RUNNING}
     silent = {record: seconds for record, seconds in silent.items() if seconds}
@@ -392,7 +392,7 @@ def _silent(records: Sequence[FlightRecord]) -> Autopsy | None:
 
 
 def _stuck(records: Sequence[FlightRecord]) -> Autopsy:
-    """Return the finding for ranks of which none waits for another: the phase of each rank and the time since its beginning."""
+    """Return the finding if no rank waits: the ranks in each phase, and the longest time that one of them spent in it."""
     by_phase: dict[str, list[FlightRecord]] = {}
     for record in records:
         by_phase.setdefault(record.phase, []).append(record)
@@ -454,7 +454,7 @@ def find_records(directory: Path, *, operations: bool = True) -> FoundRecords:
         operations: whether to read operations; see `read`.
 
     Raises:
-        DataError: the directory or all of its records are unreadable.
+        DataError: the directory is unreadable, or has no readable record.
     """
     try:
         names = sorted(os.listdir(directory))

@@ -54,9 +54,9 @@ class SourceLines:
         self._codes: dict[int, CodeType] = {}  # kept alive, so that no other object gets the same id
 
     def place(self, frame: FrameType | None) -> int:
-        """Return the number of "file:line" of the innermost frame outside `comm` and `flight`; 0 if there is none.
+        """Return the number of "file:line" of the innermost frame outside `comm` and `flight`, from `frame` outwards.
 
-        The search starts at `frame` and continues outwards.
+        The number is 0 if there is no such frame, or if it is new and the cache is full.
         """
         known = self._known
         while frame is not None:
@@ -211,18 +211,18 @@ class FlightRecorder:
         return number
 
     def queue_of(self, name: str, ranks: Sequence[int]) -> int:
-        """Return the number of a queue's name, which includes the job's ranks in its communicator."""
+        """Return the number of the text "NAME of RANKS" in the table of names. `ranks` are those of the queue in the job."""
         return self._ring.name(f"{name} of {spans(ranks)}")
 
     def started(self, number: int, operation: str) -> None:
-        """Record that an operation was posted."""
+        """Record that the operation with this number was posted. `operation` is its name and size."""
         words, at = self._ring.words, record_at(number)
         if words[at] == number:
             words[at + Field.OPERATION] = self._ring.name(operation)
             words[at + Field.STARTED] = self._clock_ns()
 
     def done(self, number: int) -> None:
-        """Record that an operation is complete."""
+        """Record that the operation with this number is complete."""
         words, at = self._ring.words, record_at(number)
         if words[at] == number:
             words[at + Field.DONE] = self._clock_ns()
@@ -284,7 +284,7 @@ class FlightRecorder:
     # -- the heartbeat, and the end ------------------------------------------------------------------------------------------
 
     def looked(self, *, moved: bool) -> None:
-        """Record a tick of the heartbeat."""
+        """Record a tick of the heartbeat. `moved` is whether there was progress since the last tick."""
         words, now = self._ring.words, self._clock_ns()
         words[Word.SEEN] = now
         if moved:
@@ -363,7 +363,7 @@ class FlightNotes:
             self._recorder.phase(RunPhase.STEP)
 
     def waiting(self, purpose: str, number: int) -> AbstractContextManager[Any]:
-        """Note that the program waits during the block."""
+        """Note that the program waits during the block; see `FlightRecorder.waiting`."""
         return _NOTHING if self._recorder is None else self._recorder.waiting(purpose, number)
 
 
@@ -435,7 +435,7 @@ class Heartbeat:
             self.end_keeper()
 
     def _waited(self) -> tuple[float, float]:
-        """Return the seconds of the current wait, before this tick and after it; 0 without a wait."""
+        """Return the seconds of the wait at the previous tick, and those of the current wait; 0 without a wait."""
         since_ns, before = self._recorder.wait_since_ns, self._waited_seconds
         same = since_ns > 0 and since_ns == self._wait_since_ns
         self._wait_since_ns, self._waited_seconds = since_ns, before + self._tick_seconds if same else 0.0

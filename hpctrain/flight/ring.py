@@ -67,7 +67,7 @@ class Word(IntEnum):
     WAIT = 16  # 0: no wait
     WAIT_SINCE = 17
     WAIT_RECORD = 18  # number of the awaited operation; 0: outside the queues
-    SENTENCE = 19
+    SENTENCE = 19  # message of the error that ended the process
     POSTED = 20  # number of operations so far
     NAMES = 21  # number of bytes used in the table of names
     DEADLINE = 22  # nanoseconds without progress after which the process ends the job
@@ -84,7 +84,7 @@ class Field(IntEnum):
     PURPOSE = 2
     SEQUENCE = 3
     OPERATION = 4
-    POSTED = 5
+    POSTED = 5  # time of queueing; those of posting and completion follow
     STARTED = 6
     DONE = 7
     LINE = 8  # name with the source line; 0: unknown
@@ -192,8 +192,10 @@ class RecordedOperation:
     Attributes:
         number: number of the operation in its process.
         queue: name of the queue, with its ranks.
+        purpose: what the operation is for, usually the name of a parameter.
         sequence: number of the operation in its queue.
         operation: name and size of the posted operation; "" before it is posted.
+        posted_ns, started_ns, done_ns: times at which it was queued, posted and complete.
         line: source line that queued it, "file:number"; "": unknown.
     """
 
@@ -210,13 +212,13 @@ class RecordedOperation:
 
 @dataclass(frozen=True)
 class FlightRecord:
-    """Content of one rank's ring. Times are nanoseconds of its clock, see `Word`.
+    """Content of one rank's ring. Times are nanoseconds of its clock. The words of the head are described by `Word`.
 
     Attributes:
         operations: latest operations, in the order of queueing.
         wall_offset_ns: the process's clock minus the wall clock.
         phases: (number, name) of the latest collective phases, numbered from 1.
-        gone: whether the process has ended on this machine without a record of its end.
+        gone: whether the process ended on this machine, seconds ago, without a record of its end.
     """
 
     job: int
@@ -312,7 +314,7 @@ def read(path: Path, *, operations: bool = True) -> FlightRecord:
 
 
 def _is_gone(record: FlightRecord) -> bool:
-    """Return whether a process of this machine has ended without a record of its end; False for processes of other machines."""
+    """Return whether a process of this machine ended seconds ago without a record of its end; False on other machines."""
     if record.end is not End.RUNNING or record.host != platform.node():
         return False
     status = processes.status_of(record.process)

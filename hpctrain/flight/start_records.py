@@ -81,11 +81,7 @@ def hint() -> list[str]:
 
 
 def failed(sentence: str, ranks: Sequence[int]) -> None:
-    """Write an error to the record of this process, if there is one.
-
-    Args:
-        ranks: ranks that caused the error.
-    """
+    """Write an error, and the ranks that caused it, to the record of this process, if there is one."""
     if _BEGUN:
         _BEGUN[-1].ended(End.FAILED, sentence, ranks)
 
@@ -97,6 +93,8 @@ def taken() -> FlightRecorder:
 
 def latest(environ: Mapping[str, str], *, ended: bool = False) -> Path | None:
     """Return the directory of this user's latest start that left records on this machine; None if there is none.
+
+    If HPCTRAIN_RECORDS is set, return its directory instead, which may have no records.
 
     Args:
         ended: whether to leave out starts whose launcher is alive.
@@ -121,7 +119,7 @@ def _starts(own: Path) -> list[Path]:
 
 
 def _prune(new: Path) -> None:
-    """Remove the records of all starts except the latest ones and those whose launcher is alive."""
+    """Remove the records of all starts next to `new` except the latest ones and those whose launcher is alive."""
     for directory in _starts(new.parent)[KEPT:] if new.name.startswith(_START) else ():
         if not _is_alive(directory):
             with contextlib.suppress(OSError):

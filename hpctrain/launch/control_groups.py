@@ -25,7 +25,7 @@ _MEMORY_FILES = (
 
 
 def available_bytes(root: Path = Path("/")) -> int | None:
-    """Return the bytes of memory that processes of this node may still allocate; None if the system does not report it."""
+    """Return the bytes of memory that the processes of this job may still allocate on this node; None if unknown."""
     rooms: list[int] = []
     with contextlib.suppress(OSError, ValueError, IndexError):
         lines = (root / _MEMINFO.relative_to("/")).read_text().splitlines()
@@ -53,7 +53,7 @@ def control_groups(controller: str, mount: Path, root: Path = Path("/")) -> Iter
 
 
 def _room(folder: Path, limit: str, use: str, reclaimable: str) -> Iterator[int]:
-    """Yield the limit of a group minus its use; nothing without a limit, or if the group is not visible, as in a container."""
+    """Yield a group's limit minus its use that cannot be reclaimed; nothing without a limit, or if the group is not visible."""
     with contextlib.suppress(OSError, ValueError):
         most, used = int((folder / limit).read_text()), int((folder / use).read_text())
         yield most - used + int(_values(folder / "memory.stat").get(reclaimable, 0))
@@ -78,7 +78,7 @@ def cpu_quota(root: Path = Path("/")) -> float | None:
 
 
 def whole_quota(root: Path = Path("/")) -> int | None:
-    """Return `cpu_quota` rounded down to whole cores, at least 1. This number of threads is never throttled."""
+    """Return `cpu_quota` rounded down to whole cores, at least 1; None without a limit."""
     quota = cpu_quota(root)
     return None if quota is None else max(1, int(quota))
 
@@ -119,7 +119,7 @@ class MemoryGroup:
 
     @classmethod
     def own(cls, root: Path = Path("/")) -> MemoryGroup:
-        """Return the group of this process."""
+        """Return the group of this process; without files if it is not visible."""
         with contextlib.suppress(OSError, ValueError):
             for controller, mount, limit, _, counts, _ in _MEMORY_FILES:
                 folders = list(control_groups(controller, mount, root))
@@ -151,11 +151,7 @@ class MemoryGroup:
 
 
 def _kills(path: Path) -> int:
-    """Return the number of killed processes.
-
-    Raises:
-        ValueError: the file has no such count.
-    """
+    """Return the number of killed processes. Raise a ValueError if the file has no such count."""
     return int(_values(path).get("oom_kill", "no count"))
 
 

@@ -129,7 +129,10 @@ class Pulse:
         return self._words[_ANNOUNCED] != 0
 
     def look(self, seconds: float) -> bool:
-        """Return whether the rank's counter has not changed for the deadline. Call this in the keeper, every `seconds`."""
+        """Return whether the rank's counter has not changed for the deadline; False while the watch is paused.
+
+        Call this in the keeper, every `seconds`.
+        """
         beats = self._words[_BEATS]
         if not self._words[_WATCHED] or beats != self._seen:
             self._seen, self._still_seconds = beats, 0.0
@@ -269,6 +272,7 @@ class _Rank:
 
     Attributes:
         mark, record: those of `keep`.
+        receiver: descriptor of the pipe from the rank.
     """
 
     process: int
@@ -292,7 +296,7 @@ class _Rank:
         return latest, last == _FINISHED
 
     def mark_end(self, record: Path | None, number: int, end: End) -> bool | None:
-        """Write the rank's end into its record. Return False if the rank had already written it, None if there is no record."""
+        """Write the rank's end into its record. Return False if the rank had written it; None without a writable record."""
         with contextlib.suppress(OSError):
             return None if record is None else self.mark(record, number, end, self.process)
         return None
@@ -336,11 +340,7 @@ def _watch(child: _Rank, held: frozenset[Signals]) -> NoReturn:
 
 
 def _leave_as(child: _Rank, code: int) -> NoReturn:
-    """Exit as the child did.
-
-    Args:
-        code: exit code of the child; negative: number of the signal that ended it.
-    """
+    """Exit as the child did. `code` is its exit code or, if negative, the number of the signal that ended it."""
     record, finished = child.words()
     if code == BUG and child.pulse.guarded:
         _say(child.rank, f"the process was ended at its deadline, in a call that holds Python's lock.{child.place(record)}")
@@ -470,11 +470,7 @@ class RankEnd:
 
 
 class Notebook:
-    """Writer of notes in the child. Each note replaces the previous one. Without a descriptor, notes are dropped.
-
-    Args:
-        descriptor: descriptor of a pipe to the parent; None: no parent.
-    """
+    """Writer of notes to the parent's pipe `descriptor`. Each note replaces the previous one. None: notes are dropped."""
 
     def __init__(self, descriptor: int | None = None) -> None:
         self._descriptor = descriptor
@@ -543,7 +539,7 @@ class _WatchedChild:
         return RankEnd(code, self._words.decode(errors="replace"), self._last_note())
 
     def _listen(self, seconds: float) -> None:
-        """Read all available notes and output; forward the child's standard error."""
+        """Wait at most `seconds` for notes or output, read all that are available, and forward the child's standard error."""
         waiting = seconds
         while ready := select.select([self._notes_out, self._errors_out], [], [], waiting)[0]:
             texts = {descriptor: os.read(descriptor, _MOST_WORDS) for descriptor in ready}

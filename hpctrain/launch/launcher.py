@@ -201,7 +201,7 @@ def environment_fault(environ: Mapping[str, str], root: Path = Path("/")) -> str
 
 
 def _closed_descriptor(environ: Mapping[str, str], root: Path) -> str | None:
-    """Return the fault of the socket that MPICH's process managers pass to each rank; None if it has none."""
+    """Return the fault of the socket that MPICH's process managers pass to each rank; None if no fault is known."""
     text = environ.get(_PMI_SOCKET, "")
     if not text.isdecimal():
         return None
@@ -236,7 +236,7 @@ def _gone_server(environ: Mapping[str, str], root: Path) -> str | None:
 
 
 def _missing_connection(launcher: Launcher, environ: Mapping[str, str]) -> str | None:
-    """Return a sentence if the environment has no means for a rank to connect to the others; otherwise None."""
+    """Return a clause if a rank of a PMI launcher has no variable by which it could connect to the others; otherwise None."""
     if launcher.name not in (*_HYDRA_NAMES, _PMI.name) or (launcher.expected_size or 1) == 1:
         return None
     if any(name.startswith(_CONNECTION_VARIABLES) for name in environ):
@@ -252,7 +252,8 @@ def is_copy(environ: Mapping[str, str]) -> bool:
 def lone_fault(launcher: Launcher, environ: Mapping[str, str]) -> str | None:
     """Return a sentence if a process without a launcher is the only rank of a job with several tasks or nodes; otherwise None.
 
-    This is a fault only for a training, which should use all ranks. Other commands usually run like this in a batch script.
+    The result is also None if HPCTRAIN_EXPECT_RANKS is set. This is a fault only for a training, which should use all ranks.
+    Other commands usually run like this in a batch script.
     """
     if launcher.name != "none" or EXPECT_RANKS in environ:
         return None

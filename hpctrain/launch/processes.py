@@ -137,6 +137,7 @@ class ProcessMark:
     """Unique ID of a process.
 
     Attributes:
+        number: process ID.
         begun: start time in clock ticks since the machine started; "" if unknown.
         place: host and PID namespace. Processes with the same place can see each other.
     """

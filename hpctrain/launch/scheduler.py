@@ -29,6 +29,7 @@ class SchedulerJob:
 
     Attributes:
         scheduler: "Slurm", "PBS", or "" outside of a job.
+        cluster: name of Slurm's cluster; "" if unknown.
         chain: job number that stays the same when the job is requeued.
         restart: number of requeues so far.
     """

@@ -122,7 +122,7 @@ def forget(memory: Path = MEMORY) -> None:
 
 
 def remove_stale(memory: Path = MEMORY) -> Removed:
-    """Remove the segments that only dead processes of this user have recorded; return their number and size."""
+    """Remove the segments that only dead processes of this user recorded or left; return their number and size."""
     with contextlib.suppress(OSError):
         entries = list(_entries(memory))
         used = {path for entry in entries if entry.alive for path in entry.segments}

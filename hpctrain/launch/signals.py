@@ -134,11 +134,7 @@ class SignalWatch:
             self._thread.join(1.0)
 
     def keeps(self, kept: Callable[[], str]) -> None:
-        """Set the callback that describes the existing checkpoint if the process ends at once.
-
-        Args:
-            kept: callback on the watch's thread, which returns the end of a sentence.
-        """
+        """Set a callback that returns a clause about the existing checkpoint, for the last sentence of this process."""
         self._kept = kept
 
     def asked(self) -> bool:
@@ -152,11 +148,7 @@ class SignalWatch:
             self._end(self.request)
 
     def remember(self, answer: str) -> None:
-        """Declare that a checkpoint can be saved. Requests are then noted instead of ending the process.
-
-        Args:
-            answer: text printed at the first request.
-        """
+        """Declare that a checkpoint can be saved. Requests then no longer end the process; the first one prints `answer`."""
         self._at_once, self._answer = False, answer
 
     def take(self, number: Signals) -> None:

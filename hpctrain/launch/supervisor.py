@@ -240,7 +240,7 @@ class RestartPolicy:
     Attributes:
         restarts: maximum number of consecutive restarts without a new checkpoint.
         pause_seconds: first pause; doubled after each further failure without a new checkpoint, up to LONGEST_PAUSE_SECONDS.
-        requeue: whether to restart after exit code 85 as well.
+        requeue: whether to restart also after STOPPED, the exit code of a run that a signal or the time limit has stopped.
         excludes: whether to exclude nodes that failed twice.
     """
 
@@ -275,6 +275,9 @@ class Attempt:
 
     Attributes:
         begin, end: wall-clock times in seconds since the epoch.
+        code: exit code.
+        traces: what the attempt left, by `look` of the `Supervisor`.
+        excluded: nodes that the command excluded.
         next: action after the attempt, in words.
     """
 

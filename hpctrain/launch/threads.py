@@ -71,7 +71,7 @@ def set_threads(
             number is requested, a process without MPI that may use all cores then leaves the busy ones to other programs.
 
     Raises:
-        LaunchError: more threads are requested than there are CPUs on which the rank may run, or OMP_NUM_THREADS is no number.
+        LaunchError: `requested`, or else OMP_NUM_THREADS, is not a number from 1 to that of the CPUs on which the rank may run.
     """
     cores, how = rank_cores(launcher, environ)
     if requested is not None:
@@ -103,11 +103,7 @@ def set_threads(
 
 
 def _requested(name: str, text: str, threads: int | None, cores: int, how: str) -> ThreadPlan:
-    """Return the plan for a requested number of threads, which may be larger than the number of the rank's cores.
-
-    Args:
-        threads: the number; None: the value is no number.
-    """
+    """Return the plan for a requested number of threads, which may exceed the rank's cores; None if `text` has no number."""
     cpus = len(os.sched_getaffinity(0))
     if threads is None or not 1 <= threads <= cpus:
         otherwise = "to auto" if name == "threads" else "unset it"
@@ -130,7 +126,7 @@ class NodeLoad:
 
     Attributes:
         others: number of threads of other programs that are running or ready to run.
-        ranks: number of ranks of the node.
+        ranks, threads: number of ranks of the node, and of threads per rank.
         cores: number of physical cores of the node.
     """
 
@@ -200,7 +196,7 @@ def rank_cores(launcher: Launcher, environ: MutableMapping[str, str] = os.enviro
 
 
 def outnumbers_cores(launcher: Launcher) -> bool:
-    """Return whether the ranks of this node share its cores and outnumber them."""
+    """Return whether the ranks of this node outnumber the cores that they share, or those that a control group allows."""
     mask = os.sched_getaffinity(0)
     ranks, quota = launcher.local_size or 1, whole_quota()
     if quota is not None and ranks > quota:

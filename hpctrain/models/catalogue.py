@@ -38,6 +38,7 @@ class Entry:
     """Catalogue entry of one model name.
 
     Attributes:
+        family: name of the family, or of a model in the user's code.
         builder: function or class that builds the model.
         fixed: options that the name fixes.
         image_shape: (H, W, C) of the images that the model is designed for; None if the user's code has no IMAGE_SHAPE.

@@ -50,7 +50,7 @@ def onnx_package() -> Any:
 def onnx_model(
     model: Layer, image_shape: tuple[int, int, int], state: Mapping[str, np.ndarray], metadata: Mapping[str, str]
 ) -> Any:
-    """Return the checked `onnx.ModelProto`.
+    """Return a model with its weights as an `onnx.ModelProto` that onnx's checker has accepted.
 
     Args:
         state: float32 weights with torchvision's names and layouts.

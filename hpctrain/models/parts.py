@@ -22,11 +22,7 @@ class Norm:
     zero_last: bool = False  # last batch norms of residual blocks start at 0, so blocks start as their shortcuts
 
     def layer(self, channels: int, *, last: bool = False) -> BatchNorm:
-        """Return a batch norm.
-
-        Args:
-            last: whether it is the last batch norm before a residual sum.
-        """
+        """Return a batch norm over `channels`; `last` is whether it is the last one before a residual sum."""
         weight = 0.0 if last and self.zero_last else 1.0
         return BatchNorm(channels, self.epsilon, self.momentum, self.synchronised, weight=weight)
 
@@ -56,11 +52,7 @@ def scaled(channels: int, width: float, option: str = "channels") -> int:
 
 
 def check_depth(family: str, depth: int, known: Iterable[int]) -> None:
-    """Raise unless the family has a network of this depth.
-
-    Raises:
-        OptionError: the family has no network of this depth.
-    """
+    """Raise an OptionError unless `depth` is one of the `known` depths of the family."""
     depths = sorted(known)
     if depth not in depths:
         nearest = min(depths, key=lambda other: abs(other - depth))
@@ -68,11 +60,7 @@ def check_depth(family: str, depth: int, known: Iterable[int]) -> None:
 
 
 def check_dropout(dropout: float) -> None:
-    """Raise unless the option `dropout` is a probability below 1.
-
-    Raises:
-        OptionError: `dropout` is outside [0, 1).
-    """
+    """Raise an OptionError unless the option `dropout` is in [0, 1)."""
     if not 0.0 <= dropout < 1.0:
         raise OptionError(f"A dropout rate of {dropout} is outside [0, 1); 0 switches dropout off.", "dropout")
 
@@ -100,7 +88,7 @@ def basic_block(
 
     Args:
         channels_in, channels: channels of the input and of the output.
-        stride: stride of the first convolution.
+        norm: factory of its batch norms.
         shortcut: layer of the shortcut; None: the identity.
         end: further layers at the end of the body.
     """
@@ -124,8 +112,8 @@ def bottleneck_block(
 
     Args:
         channels: channels of the input, of the 3x3 convolution and of the output.
-        stride: stride of the 3x3 convolution.
         groups: number of groups of the 3x3 convolution (Xie et al. 2017).
+        norm, shortcut, end: see `basic_block`.
     """
     channels_in, inside, channels_out = channels
     body: Mapping[str, Layer] = {
@@ -152,7 +140,7 @@ def preactivation_block(
 
     Args:
         channels: channels of the input and of the output.
-        stride: stride of the first convolution.
+        norm, end: see `basic_block`.
         dropout: further layers before the second convolution.
         first: whether it is the network's first block, whose paths also share the activation (He et al. 2016b, section 4.1).
     """
@@ -192,7 +180,6 @@ def basic_stage(
 
     Args:
         channels: channels of the input and of the output.
-        stride: stride of the first block.
         shortcut: function that returns a block's shortcut for (channels in, channels out, stride).
         ends: result of `stochastic_depths`.
     """

@@ -76,11 +76,7 @@ def export(network: Network) -> dict[str, np.ndarray]:
 
 
 def with_counters(state: Mapping[str, np.ndarray], batches: int) -> dict[str, np.ndarray]:
-    """Return the state with torch's batch counter after the statistics of each batch norm.
-
-    Args:
-        batches: number of training batches.
-    """
+    """Return the state with torch's counter of training batches, set to `batches`, after the statistics of each batch norm."""
     counted: dict[str, np.ndarray] = {}
     for name, array in state.items():
         counted[name] = array
@@ -91,7 +87,7 @@ def with_counters(state: Mapping[str, np.ndarray], batches: int) -> dict[str, np
 
 
 def counts_of(state: Mapping[str, np.ndarray]) -> tuple[int, int]:
-    """Return the numbers of parameters and of running statistics in a state with torchvision's names, without counters."""
+    """Return how many elements the parameters and the running statistics of a state have, by torchvision's names."""
     parameters = statistics = 0
     for name, array in state.items():
         if name.rpartition(".")[2] in _STATISTICS:
@@ -231,7 +227,7 @@ def _idle_patterns(
 def _differences(
     expected: Mapping[str, StateEntry], given: Mapping[str, np.ndarray], ignored: frozenset[str], source: str, model: str
 ) -> Iterator[tuple[str, str]]:
-    """Yield (name, sentence) of each difference."""
+    """Yield (name, sentence) for each array of the file that does not fit the model, or that one of them lacks."""
     wanted = [name for name in expected if name not in ignored]
     theirs = [name for name in given if name not in ignored and not is_counter(name)]
     missing = [name for name in wanted if name not in given]

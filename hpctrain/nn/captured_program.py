@@ -3,8 +3,9 @@
 Launching a captured span costs the host about as much as launching one kernel, so small batches are no longer bound by launches.
 The same work runs in the same order, so the results are bit-identical.
 
-Hooks are called between spans, never inside one. Forward waits for parameters before a span, and gradients are announced after
-it. A span therefore ends only where the messages of a step begin or are waited for.
+A span is a range of consecutive actions of one pass. Hooks are called between spans, never inside one. Forward waits for
+parameters before a span, and gradients are announced after it. A span therefore ends only where the messages of a step begin or
+are waited for. A slice is the content of one message, which holds parameters or parts of them.
 """
 
 from __future__ import annotations
@@ -89,10 +90,10 @@ class _Unit:
 
 
 class CapturedProgram(Program):
-    """A program that runs its first pass action by action and later passes as captured spans.
+    """A program that runs its first pass action by action, and later passes as captured spans where possible.
 
-    The first pass loads the kernels, which cannot be captured. Hooks are called only between spans: before a span for all
-    parameters that it reads, and after it for all gradients that it computes.
+    The first pass loads the kernels, which cannot be captured; nor can passes that `_cannot_be_captured` names. Hooks are called
+    only between spans: before a span for all parameters that it reads, and after it for all gradients that it computes.
 
     Args:
         plan: plan of a kernel set that implements `CapturesWork`.

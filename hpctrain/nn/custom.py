@@ -44,7 +44,7 @@ class ArrayLayer(Leaf):
     ) -> tuple[Array, Mapping[str, Array]]:
         """Return the gradient of the loss with respect to x, and those with respect to the parameters, by role.
 
-        `dy` has the shape of y. A gradient that has another shape than its array is a `ShapeError`. Only `saved` may be modified.
+        `dy` has the shape of y, and each gradient must have the shape of its array. Only `saved` may be modified.
         """
 
     def with_window(self, window: Window) -> ArrayLayer:

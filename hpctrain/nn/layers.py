@@ -537,11 +537,7 @@ class Sequential(Layer):
 
 
 def check_names(layers: Mapping[str, Layer]) -> None:
-    """Raise unless every name can be a component of a dotted name.
-
-    Raises:
-        ConfigError: a name is empty or contains a dot.
-    """
+    """Raise a ConfigError unless every name can be a component of a dotted name: not empty, and without a dot."""
     for name in layers:
         if not name or "." in name:
             nearest = name.replace(".", "_") or "0"

@@ -112,7 +112,6 @@ class Lowering:
 
     Args:
         freeze: name patterns of the layers that are not trained (see `frozen_layers`).
-
     """
 
     def __init__(self, model: Layer, freeze: Sequence[str] = (), dtype: str = "float32") -> None:
@@ -449,7 +448,7 @@ def declared(model: Layer, graph: Graph) -> tuple[dict[str, ParameterSpec], dict
     """Return parameters and statistics by full name, in the order in which forward uses them.
 
     Raises:
-        ShapeError: a parameter is used by no node, or by more than one, or two layers are the same object.
+        ShapeError: a parameter is used by no node, or by more than one, or two layers with parameters are the same object.
     """
     names: dict[int, tuple[str, Layer]] = {}  # with the layers, so that no other object has the same number
     parameters: dict[str, ParameterSpec] = {}

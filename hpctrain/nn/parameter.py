@@ -118,7 +118,10 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Segment:
-    """Elements [start, stop) of a flat buffer that belong to one parameter, or to a part of a sliced or sharded parameter."""
+    """Elements [start, stop) of a flat buffer that belong to one parameter, or to a part of a sliced or sharded parameter.
+
+    `order` is the parameter's position in forward order, and `decay` is whether weight decay applies to it.
+    """
 
     parameter: str
     start: int
@@ -245,7 +248,7 @@ class ProgramStatistics(Protocol):
         """Start copying the batch statistics of the latest training forward to the host. Call it before the next forward."""
 
     def refresh(self) -> None:
-        """Copy `running` to the arrays that kernels read, if it has changed. Call it before an evaluation."""
+        """Copy the running statistics to the arrays that kernels read, if they have changed. Call it before an evaluation."""
 
 
 class FlatStatistics:
@@ -332,7 +335,7 @@ class FlatStatistics:
         """Return this rank's terms of the step's sums (float64, flat): batch statistics times their number of samples.
 
         Args:
-            group_count: number of samples of this rank's split group.
+            count, group_count: number of samples of this rank, and of its split group.
             batch: result of `fetch_batch`.
         """
         weights = count * self._own_share + group_count * self._group_share
@@ -350,7 +353,7 @@ class FlatStatistics:
         )
 
     def blend(self, weighted_sums: np.ndarray, count: float) -> None:
-        """Move the running statistics towards weighted_sums / count (float64, flat), unless count is 0."""
+        """Move the running statistics towards weighted_sums / count (float64, flat), unless the step has count = 0 samples."""
         if count == 0:
             return
         target = weighted_sums / count

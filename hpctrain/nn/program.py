@@ -291,7 +291,7 @@ class Program:
             self._statistics.refresh()
 
     def run_forward(self, span: range, context: StepContext, hooks: StepHooks = _NO_HOOKS) -> None:
-        """Run consecutive actions of the plan's forward pass."""
+        """Run the actions at the positions `span` of the plan's forward pass."""
         for _, k in self._forward_actions[span.start : span.stop]:
             self._act_forward(k, context, hooks)
 
@@ -317,7 +317,7 @@ class Program:
         self.run_backward(range(len(self._actions)), hooks)
 
     def run_backward(self, span: range, hooks: StepHooks = _NO_HOOKS) -> None:
-        """Run consecutive actions of the plan's backward pass."""
+        """Run the actions at the positions `span` of the plan's backward pass."""
         for action, k in self._actions[span.start : span.stop]:
             self._act_backward(action, k, hooks)
 
@@ -375,7 +375,7 @@ class Program:
 def alike(plans: Sequence[ExecutionPlan]) -> bool:
     """Return whether programs of these plans can run side by side: the same actions on the same layers.
 
-    Plans that differ only in the number of samples are usually alike. Plans without samples are not alike.
+    Plans that differ only in the number of samples are usually alike, but a plan without samples may have other operators.
     """
     first = _outline(plans[0])
     return all(_outline(plan) == first for plan in plans[1:])

@@ -1,4 +1,4 @@
-"""Filters of a first convolution that whiten patches of images: different outputs are uncorrelated and have variance 1.
+"""Filters of a first convolution that whiten patches of images: outputs are uncorrelated, with variances of at most 1.
 
 The negatives of the filters may follow them; their outputs are the negative outputs.
 """
@@ -42,7 +42,7 @@ def whitened_convolution(graph: Graph, name: str) -> Conv2dSpec:
 def whitening_filters(images: Iterable[NDArray[np.float64]], spec: Conv2dSpec) -> NDArray[np.float64]:
     """Return the weight (K, R, S, C) of whitening filters, in float64.
 
-    The filters are the eigenvectors of the covariance of the images' patches, divided by the roots of the eigenvalues, the
+    The filters are the eigenvectors of the covariance of the images' patches, divided by the roots of (eigenvalue + EPSILON), the
     largest eigenvalue first; then the negatives of these filters, which a ReLU after them needs (Page 2018, part 8).
 
     Args:

@@ -98,11 +98,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def partial_path(path: Path, token: str = "") -> Path:
-    """Return a new name for this process's unfinished version of `path`.
-
-    Args:
-        token: name of this attempt; default: a number that is unique in the process.
-    """
+    """Return a new name for this process's unfinished version of `path`, with `token` or a number unique in the process."""
     return path.with_name(f"{_partial_prefix(path)}{token or next(_NUMBERS)}.{processes.own_mark()}{PARTIAL}")
 
 
@@ -175,7 +171,7 @@ def write_bytes(path: Path, content: bytes) -> None:
     """Write a file atomically, or write directly into a pipe, a terminal or another character device.
 
     Raises:
-        OSError: the file cannot be written and is unchanged, or no process reads the pipe.
+        OSError: the file cannot be written, or no process reads the pipe. A regular file has its old content or all of the new.
     """
     number = _descriptor_of(path)
     if number is not None:
@@ -251,11 +247,7 @@ def _descriptor_of(path: Path) -> int | None:
 
 
 def _write_all(descriptor: int, content: bytes, path: Path) -> None:
-    """Write all of `content` to a descriptor, and close it.
-
-    Args:
-        path: file name in errors.
-    """
+    """Write all of `content` to a descriptor, and close it. Errors name `path`."""
     view = memoryview(content)
     try:
         while view:

@@ -44,7 +44,7 @@ _OF_A_RUN = re.compile(r"checkpoint-\d{8,}(?:-before)?(?:-set-aside)?\.(?:h5|sha
 def remove_left(
     directory: Path, but: Path | None = None, *, of: Path | None = None, least_age_seconds: float = 0.0, owned: bool = False
 ) -> list[Path]:
-    """Delete leftovers in a directory, and return their paths.
+    """Delete leftovers in a directory, and return the paths of those that were deleted.
 
     Args:
         but: path that is not deleted.
@@ -81,11 +81,7 @@ def _is_left(name: str, own: str | None) -> bool:
 
 
 def _is_over(path: Path, now: float, least_age_seconds: float, *, owned: bool) -> bool:
-    """Return whether the write of an unfinished file has ended.
-
-    Args:
-        now: current time of the file server's clock, in seconds.
-    """
+    """Return whether the write of an unfinished file has ended. `now` is in seconds of the file server's clock."""
     writer = writer_of(path)
     if writer is not None:
         if writer == processes.own_mark() or writer.lives:
@@ -259,7 +255,7 @@ def next_sequence(directory: Path) -> int:
 
 
 def run_identity(path: Path) -> str | None:
-    """Return the identity of the run that wrote a checkpoint; None if it is missing or cannot be read."""
+    """Return the identity of the run that wrote a checkpoint; None if the metadata lack it or cannot be read."""
     return _sequence_and_run(path)[1]
 
 
@@ -294,6 +290,9 @@ def prune(directory: Path, keep: int, spared: Collection[int] = (), *, is_run: b
         spared: steps whose checkpoints are kept regardless of their age.
         is_run: whether the directory is known to be that of a run. If not, it may belong to any program, and only files whose
             metadata identify them as checkpoints of a run are considered.
+
+    Raises:
+        OSError: a checkpoint cannot be deleted.
     """
     assert keep >= 1, "a directory keeps at least one checkpoint"
     present, aside = (
@@ -341,7 +340,7 @@ def set_aside(directory: Path, step: int) -> list[Path]:
     checkpoint of the old settings. Only one process may write in a directory at a time.
 
     Raises:
-        CheckpointError: the directory is not writable.
+        CheckpointError: a checkpoint cannot be renamed.
     """
     later = [path for number, path in checkpoints(directory) if number > step]
     later_names = [(path, path.with_name(f"{path.stem}-set-aside{path.suffix}")) for path in later]
@@ -369,7 +368,7 @@ def restore(
     """Return the tensor `key`, or its part in `box`, after checking its shape and dtype.
 
     Raises:
-        CheckpointError: the tensor is missing, or its shape or dtype differs.
+        CheckpointError: the tensor is missing or damaged, or its shape or dtype differs.
     """
     tensors = content.tensors
     if key not in tensors:

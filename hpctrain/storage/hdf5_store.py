@@ -397,6 +397,7 @@ class ShardFacts:
     """Facts about a written shard that other ranks need.
 
     Attributes:
+        name, size: name of the file in the checkpoint's directory, and its size in bytes.
         sha256: checksum of the root, over the checksums of all parts.
         parts: (shape of the tensor, dtype, box of the part in the tensor), by key.
     """

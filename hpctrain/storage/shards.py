@@ -182,7 +182,7 @@ def manifest_digest(path: Path) -> str:
     """Return the stored checksum of a checkpoint's manifest, which covers the checksums of all shards, without verifying it.
 
     Raises:
-        CheckpointError: the checksum is missing.
+        CheckpointError: the checksum cannot be read.
     """
     try:
         return read_bytes(path / _DIGEST, TEXT_BYTES).decode("ascii", "replace").partition(" ")[0]
@@ -198,7 +198,7 @@ def _shard(entry: Mapping[str, Any]) -> ShardFacts:
 
 
 def _check_complete(shards: Sequence[ShardFacts]) -> None:
-    """Assert that the parts contain each element of all tensors once."""
+    """Assert that the parts of each tensor together have as many elements as the tensor."""
     sizes: dict[str, int] = {}
     shapes: dict[str, tuple[int, ...]] = {}
     for shard in shards:

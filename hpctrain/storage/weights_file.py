@@ -58,7 +58,7 @@ class WeightsFile:
 
 
 def read(path: Path, *, header: bool = False) -> WeightsFile:
-    """Read all tensors of a weight file. Tensors of 16 bits are returned in float32, which represents them exactly.
+    """Read all tensors of a weight file. Floats of 16 bits are returned in float32, which represents them exactly.
 
     Remove the name parts that PyTorch's wrappers of models and layers insert, at any depth, and return the linear layers of
     timm's VGGs under torchvision's names. Names in files written by `ModelWeights` are not changed.
@@ -68,8 +68,8 @@ def read(path: Path, *, header: bool = False) -> WeightsFile:
             and take no memory.
 
     Raises:
-        CheckpointError: the file is missing, damaged, or of another kind; PyTorch is needed but not installed; or two names are
-            equal without the wrappers' parts.
+        CheckpointError: the file is missing, unreadable, damaged, or of another kind; the library for its format is not
+            installed; or two names are equal without the wrappers' parts.
     """
     suffix = check_suffix(path, SUFFIXES)
     if not path.is_file():
@@ -84,7 +84,7 @@ def write(path: Path, content: WeightsFile) -> None:
     """Write a weight file atomically. The ending of its name selects safetensors or PyTorch's format, which has no metadata.
 
     Raises:
-        CheckpointError: the ending is not supported, or PyTorch is needed but not installed.
+        CheckpointError: the ending is not supported, or the library for its format is not installed.
         OSError: the file cannot be written.
     """
     suffix = check_suffix(path, SUFFIXES)
@@ -119,7 +119,7 @@ def checksum(path: Path) -> str:
 
 
 def check_suffix(path: Path, known: tuple[str, ...]) -> str:
-    """Return the ending of a file's name, which determines its format.
+    """Return the ending of a file's name in lower case, which determines its format.
 
     Raises:
         CheckpointError: the ending is not one of `known`.

@@ -75,11 +75,7 @@ def build(
 
 
 def _check_blocks(channels: Sequence[int], blocks: Sequence[int]) -> None:
-    """Raise unless there is at least one stage, and each stage has a number of channels and at least one block.
-
-    Raises:
-        OptionError: there is no stage, a stage has no block, or the lists differ in length.
-    """
+    """Raise an OptionError unless there is at least one stage, and each has a number of channels and at least one block."""
     if not channels:
         raise OptionError("channels is empty, but a pre-activation ResNet has at least one stage; [64] is one.", "channels")
     if len(blocks) != len(channels):

@@ -39,7 +39,7 @@ Key = tuple[str, int]
 
 @dataclass(frozen=True)
 class PlannedStep:
-    """One operator with its tensors.
+    """One operator with its tensors. Its backward has two halves: PARAMETERS, then INPUT; or the reverse if `input_first`.
 
     Attributes:
         inputs, output: numbers of the tensors.

@@ -34,7 +34,10 @@ class SelfMade(Protocol):
 
 @dataclass(frozen=True)
 class Steps:
-    """Steps of a program in forward order. Tensors are numbered as in the graph; copies get the numbers after them."""
+    """Steps of a program in forward order. Tensors are numbered as in the graph; copies get the numbers after them.
+
+    The attributes are those of `ExecutionPlan`.
+    """
 
     steps: tuple[PlannedStep, ...]
     tensors: tuple[TensorSpec, ...]

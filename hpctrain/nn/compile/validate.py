@@ -86,14 +86,7 @@ class SymbolicMemory:
             self._stretches[region.offset].values.add(value)
 
     def read(self, region: Region, value: Value, reader: str, name: str) -> None:
-        """Raise unless `region` holds exactly `value`.
-
-        Args:
-            reader, name: names of the reader and of the value, for the error.
-
-        Raises:
-            InvalidPlanError: `region` does not hold exactly `value`.
-        """
+        """Raise an InvalidPlanError, with the names of the reader and of the value, unless `region` holds exactly `value`."""
         stretch = self._stretches.get(region.offset)
         if not region.size_bytes or (stretch is not None and stretch.region == region and value in stretch.values):
             return
@@ -186,11 +179,7 @@ class PlanFacts:
         return InvalidPlanError(f"{self.actor(action, k)} {fault}; the step computes {self.name(self.plan.steps[k].output)}.")
 
     def check_region(self, region: Region, tensor: int, role: str) -> None:
-        """Raise unless the region has the size of its tensor and lies in the arena.
-
-        Raises:
-            InvalidPlanError: the region has another size, or does not lie in the arena.
-        """
+        """Raise an InvalidPlanError unless the region, the tensor's place as `role`, has its size and lies in the arena."""
         size_bytes = self.plan.tensors[tensor].bytes
         if region.size_bytes != size_bytes or region.offset < 0 or region.end > self.plan.arena_bytes:
             raise InvalidPlanError(
@@ -199,11 +188,7 @@ class PlanFacts:
             )
 
     def check_places(self, k: int) -> None:
-        """Raise unless each place of step k fits its content.
-
-        Raises:
-            InvalidPlanError: a place of step k does not fit its content.
-        """
+        """Raise an InvalidPlanError unless each place of step k fits its content."""
         step, memory = self.plan.steps[k], self.plan.memory[k]
         places: list[tuple[Region | None, int]] = [(memory.output, step.output), (memory.output_grad, step.output)]
         places += zip(memory.inputs, step.inputs, strict=True)
@@ -299,11 +284,7 @@ class _Pass:
             self.memory.write(region, ("scratch", k), f"the scratch of {self.plan.steps[k].name}")
 
     def check_apart(self, action: Action, k: int, written: _Regions, others: _Regions = ()) -> None:
-        """Raise if regions that the step writes overlap each other or its other regions.
-
-        Raises:
-            InvalidPlanError: two regions of `written` overlap, or one of them overlaps one of `others`.
-        """
+        """Raise an InvalidPlanError if two regions of `written` overlap, or one of them overlaps one of `others`."""
         busy = [region for region in others if region is not None]
         for region in written:
             for other in busy if region is not None else ():
@@ -314,11 +295,7 @@ class _Pass:
                 busy.append(region)
 
     def check_in_place(self, action: Action, k: int, written: Region, read: Region, *, allowed: bool) -> None:
-        """Raise if the step overwrites its input without permission, or only a part of the input.
-
-        Raises:
-            InvalidPlanError: the step writes over its input and cannot work in place, or it overwrites only a part of the input.
-        """
+        """Raise an InvalidPlanError if the step overwrites its input and may not (`allowed`), or overwrites only a part of it."""
         in_place = allowed and self.plan.steps[k].in_place and written == read
         if written.overlaps(read) and not in_place:
             raise self.facts.error(
