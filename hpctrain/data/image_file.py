@@ -47,8 +47,8 @@ from hpctrain.core import user_code
 from hpctrain.core.errors import DataError
 from hpctrain.core.files import open_regular
 from hpctrain.data.files import require_file, system_errors_as
-from hpctrain.data.readers import BlockReader, Extents, MappedReader, ReadImages, UnreadableError, ValueRange, reason
-from hpctrain.storage.hdf5_store import require_stored
+from hpctrain.data.readers import BlockReader, Extents, MappedReader, ReadImages, UnreadableError, ValueRange
+from hpctrain.storage.hdf5_store import require_stored, system_reason
 
 FORMAT = "hpctrain-images"
 VERSION = 1
@@ -459,7 +459,7 @@ def read_contents(path: Path) -> Stored:
     except DataError:
         raise
     except Exception as error:  # h5py raises almost anything for damaged files
-        if (why := reason(error)) is not None:
+        if (why := system_reason(error)) is not None:
             raise DataError(f"The data file {path} cannot be read: {why}.") from error
         raise _damaged(path, "truncated" if "truncated" in str(error) else "damaged, or not an HDF5 file") from error
 

@@ -16,7 +16,6 @@ import ctypes
 import errno
 import logging
 import os
-import re
 import time
 import weakref
 import zlib
@@ -40,7 +39,6 @@ PAUSES_SECONDS = (0.1, 0.4, 1.6)
 #: maximum share of the deadline for all pauses of one sample
 _SHARE_OF_DEADLINE = 0.25
 # HDF5's text for the error of a system call.
-_HDF5_REASON = re.compile(r"error message = '([^']*)'")
 
 
 def sum_of(values: np.ndarray) -> int:
@@ -111,21 +109,6 @@ def _fitting(seconds: float) -> Iterator[float]:
         if seconds < 0:
             return
         yield pause
-
-
-def reason(error: BaseException) -> str | None:
-    """Return the operating system's message of an OSError, such as "Input/output error"; None for other errors.
-
-    The message is also found in errors that HDF5 raises.
-    """
-    if not isinstance(error, OSError):
-        return None
-    found = _HDF5_REASON.search(str(error))
-    if found is not None and found[1] != "Success":
-        return found[1]
-    # h5py's errors have long texts, and error numbers that are not reliable.
-    known = error.strerror is not None and error.errno is not None and error.errno in errno.errorcode
-    return error.strerror if known and "(" not in str(error.strerror) else None
 
 
 @dataclass(frozen=True)

@@ -16,11 +16,13 @@ more shards on access, and only the pieces that are needed.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import io
 import json
 import math
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -142,7 +144,7 @@ _META = "meta"
 #: values has none: a flipped bit there can cause an endless loop, so texts are stored with a fixed length (`np.bytes_`)
 _LIBVER = ("v110", "v110")
 #: exceptions that h5py raises on damaged files, depending on the damaged byte
-_DAMAGE = (OSError, KeyError, RuntimeError, ValueError, TypeError, AttributeError, MemoryError)
+_DAMAGE = (OSError, KeyError, RuntimeError, ValueError, TypeError, AttributeError)
 
 
 @dataclass(frozen=True)
@@ -336,25 +338,56 @@ def _meta(path: Path, file: h5py.File) -> dict[str, object]:
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[h5py.File]:
     """Yield an open checkpoint file of this version."""
-    if not path.is_file():
-        raise CheckpointError(f"There is no checkpoint {path.absolute()}; give the path of an existing one.")
-    if path.suffix in WEIGHT_SUFFIXES and not h5py.is_hdf5(path):
-        raise CheckpointError(f"{path} has weights only, but must be a checkpoint; give a run directory, or a checkpoint of it.")
-    # Many parallel file systems have no locks, and a finished checkpoint is never written again.
-    with _damage_in(path), h5py.File(path, "r", locking=False) as file:
-        _check_header(path, file)
-        yield file
+    with _damage_in(path):
+        if not path.is_file():
+            raise CheckpointError(f"There is no checkpoint {path.absolute()}; give the path of an existing one.")
+        if path.suffix in WEIGHT_SUFFIXES and not h5py.is_hdf5(path):
+            raise CheckpointError(
+                f"{path} has weights only, but must be a checkpoint; give a run directory, or a checkpoint of it."
+            )
+        # Many parallel file systems have no locks, and a finished checkpoint is never written again.
+        with h5py.File(path, "r", locking=False) as file:
+            _check_header(path, file)
+            yield file
 
 
 @contextlib.contextmanager
 def _damage_in(path: Path) -> Iterator[None]:
+    """Replace errors of a block that reads a checkpoint by a CheckpointError that blames the system or the file."""
     try:
         yield
+    except MemoryError as error:
+        raise CheckpointError(
+            f"The checkpoint {path} is damaged, or needs more memory; use an older one or free memory."
+        ) from error
     except _DAMAGE as error:
+        if isinstance(error, OSError) and system_reason(error) is not None:
+            raise unreadable(f"The checkpoint {path}", error) from error
         reason = " ".join(str(error).split())
         raise CheckpointError(
             f"The checkpoint {path} is truncated or damaged: HDF5 cannot read it ({reason}); use an older checkpoint."
         ) from error
+
+
+def system_reason(error: BaseException) -> str | None:
+    """Return the operating system's message of an OSError, such as "Input/output error"; None for other errors.
+
+    The message is also found in errors that HDF5 raises.
+    """
+    if not isinstance(error, OSError):
+        return None
+    found = re.search(r"error message = '([^']*)'", str(error))
+    if found is not None and found[1] != "Success":
+        return found[1]
+    # h5py's errors have long texts, and error numbers that are not reliable.
+    known = error.strerror is not None and error.errno is not None and error.errno in errno.errorcode
+    return error.strerror if known and "(" not in str(error.strerror) else None
+
+
+def unreadable(what: str, error: OSError) -> CheckpointError:
+    """Return the error for a part of a checkpoint, `what`, that the system does not let this process read."""
+    advice = "grant read permission" if isinstance(error, PermissionError) else "remove the cause"
+    return CheckpointError(f"{what} cannot be read ({system_reason(error) or error}); {advice}, or use an older checkpoint.")
 
 
 def require_stored(file: h5py.File, name: str) -> None:
@@ -478,8 +511,7 @@ class ShardReader:
                     raise self._damaged(key)
                 view, offset = view[count:], offset + count
         except OSError as error:
-            why = f"cannot be read ({error.strerror})"
-            raise CheckpointError(f"Tensor {key} in {self._path} {why}; use an older checkpoint.") from error
+            raise unreadable(f"Tensor {key} in {self._path}", error) from error
 
     def _damaged(self, key: str) -> CheckpointError:
         return CheckpointError(f"Tensor {key} in {self._path} does not match its checksum; use an older checkpoint.")
@@ -492,9 +524,7 @@ def _open_sized(path: Path, size: int) -> int:
     except FileNotFoundError as error:
         raise CheckpointError(f"The shard {path} is missing; use an older checkpoint.") from error
     except OSError as error:
-        raise CheckpointError(
-            f"Cannot open the shard {path} ({error.strerror}); grant read permission, or use an older checkpoint."
-        ) from error
+        raise unreadable(f"The shard {path}", error) from error
     actual = os.fstat(descriptor).st_size
     if actual == size:
         return descriptor

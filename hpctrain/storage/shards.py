@@ -23,7 +23,7 @@ from hpctrain.core.errors import CheckpointError
 from hpctrain.core.files import TEXT_BYTES, read_bytes
 from hpctrain.core.intervals import Box, even_interval, replace_dim, shape_of, size_of
 from hpctrain.storage.atomic_write import not_written, partial_path, synchronise_directory, write_bytes
-from hpctrain.storage.hdf5_store import ShardedTensors, ShardFacts, plain, write_store
+from hpctrain.storage.hdf5_store import ShardedTensors, ShardFacts, plain, unreadable, write_store
 
 #: minimum size of a part that is divided among its holders. One holder writes a smaller part, because each piece costs time
 _SMALLEST_SHARED_BYTES = 1 << 16
@@ -164,9 +164,7 @@ def open_sharded(path: Path) -> tuple[ShardedTensors, dict[str, object]]:
     try:
         text, digest = read_bytes(path / MANIFEST), read_bytes(path / _DIGEST, TEXT_BYTES)
     except OSError as error:
-        raise CheckpointError(
-            f"Cannot read the manifest of checkpoint {path} ({error.strerror}); use an older checkpoint."
-        ) from error
+        raise unreadable(f"The manifest of checkpoint {path}", error) from error
     if digest != f"{hashlib.sha256(text).hexdigest()}  {MANIFEST}\n".encode():
         raise CheckpointError(f"The manifest of the checkpoint {path} does not match its checksum; use an older checkpoint.")
     content = json.loads(text)
@@ -187,9 +185,7 @@ def manifest_digest(path: Path) -> str:
     try:
         return read_bytes(path / _DIGEST, TEXT_BYTES).decode("ascii", "replace").partition(" ")[0]
     except OSError as error:
-        raise CheckpointError(
-            f"Cannot read the manifest's checksum in checkpoint {path} ({error.strerror}); use an older checkpoint."
-        ) from error
+        raise unreadable(f"The checksum of the manifest of checkpoint {path}", error) from error
 
 
 def _shard(entry: Mapping[str, Any]) -> ShardFacts:

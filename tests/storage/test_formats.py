@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import resource
 import struct
 import sys
 import tracemalloc
@@ -174,6 +175,14 @@ def test_files_of_others(tmp_path):
         read_store(tmp_path / "text.h5")
     with h5py.File(tmp_path / "other.h5", "w") as file:
         file["images"] = np.zeros(3)
+    limits, free = resource.getrlimit(resource.RLIMIT_NOFILE), os.dup(0)
+    os.close(free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free, limits[1]))
+    try:
+        with pytest.raises(CheckpointError, match=r"other.h5 cannot be read \(Too many open files\); remove the cause"):
+            read_store(tmp_path / "other.h5")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
     with pytest.raises(CheckpointError, match="not a checkpoint of hpctrain"):
         read_store(tmp_path / "other.h5")
 

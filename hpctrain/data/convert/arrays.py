@@ -22,8 +22,9 @@ from hpctrain.core.files import open_regular
 from hpctrain.data.convert.common import Advance, named_labels, no_progress, range_up_to, require_memory
 from hpctrain.data.decoding import scaled
 from hpctrain.data.files import require_file, require_new, system_errors_as
-from hpctrain.data.readers import ValueRange, reason
+from hpctrain.data.readers import ValueRange
 from hpctrain.data.writer import write_data_file
+from hpctrain.storage.hdf5_store import system_reason
 
 Layout = Literal["nhwc", "nchw"]
 
@@ -134,7 +135,7 @@ def _key(file: Path, arrays: Any, key: str | None, usual: Sequence[str], option:
 
 
 def _data_errors(path: Path, what: str) -> AbstractContextManager[None]:
-    return errors_as(DataError, lambda why: f"{path} {what}: {why}.", reason)
+    return errors_as(DataError, lambda why: f"{path} {what}: {why}.", system_reason)
 
 
 def convert(

@@ -15,8 +15,7 @@ from hpctrain.core.errors import DataError, errors_as
 from hpctrain.data.convert.arrays import ForeignImages, Layout, channels_first, class_labels
 from hpctrain.data.convert.common import require_memory
 from hpctrain.data.files import require_file
-from hpctrain.data.readers import reason
-from hpctrain.storage.hdf5_store import require_stored
+from hpctrain.storage.hdf5_store import require_stored, system_reason
 
 _SHOWN = 20
 _MATLAB = "MATLAB_class"  # attribute of the arrays in MATLAB's files of version 7.3
@@ -53,7 +52,7 @@ def opened(path: Path, images: str = "images", labels: str = "labels", layout: L
 
 def _dataset(path: Path, file: h5py.File, key: str, option: str) -> h5py.Dataset:
     found = None
-    with errors_as(DataError, lambda why: f"{path} does not have all values of {key}: {why}.", reason), suppress(KeyError):
+    with errors_as(DataError, lambda why: f"{path} does not have all values of {key}: {why}.", system_reason), suppress(KeyError):
         require_stored(file, key)
         found = file[key]
     if not isinstance(found, h5py.Dataset):
@@ -78,4 +77,4 @@ def _check_memory(path: Path, images: h5py.Dataset) -> None:
 
 
 def _data_errors(path: Path, what: str) -> AbstractContextManager[None]:
-    return errors_as(DataError, lambda why: f"The HDF5 file {path} {what}: {why}.", reason)
+    return errors_as(DataError, lambda why: f"The HDF5 file {path} {what}: {why}.", system_reason)
