@@ -327,7 +327,9 @@ def _content(path: Path) -> bytes:
         data = file.read(_SIZE + 1)
     if len(data) != _SIZE or int.from_bytes(data[:8], "little") != MAGIC:
         fault = f"does not have {_SIZE} bytes" if len(data) != _SIZE else "begins with other bytes"
-        raise DataError(f"{path} is not a flight record of this version: it {fault}; give a run directory.")
+        raise DataError(
+            f"{path} is not a flight record of this version: it {fault}; use the hpctrain that wrote it, or delete it."
+        )
     return data
 
 
