@@ -60,7 +60,7 @@ def share(node: Communicator, size_bytes: int) -> SharedMemory:
         try:
             array = _mapped(descriptor, size_bytes)
         except (OSError, ValueError, OverflowError) as error:
-            denied = str(error)
+            denied = getattr(error, "strerror", None) or str(error)
         os.close(descriptor)
     reasons = [reason for reason in node.allgather_object(denied) if reason]
     if array is None or reasons:

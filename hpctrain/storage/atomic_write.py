@@ -33,6 +33,8 @@ _LONGEST_NAME_BYTES = 120
 _NUMBERS = count(1)
 _DESCRIPTORS = re.compile(r"/proc/(\d+)(/task/\d+)?/fd")
 _MOST_LINKS = 40  # Linux's limit
+# Begin of the advice on an error of the system.
+_ADVICE = {errno.ENOSPC: "free disk space or ", errno.EDQUOT: "free disk space or ", errno.EACCES: "grant write permission or "}
 
 
 def target_of(path: Path) -> Path:
@@ -147,15 +149,12 @@ def publish(partial: Path, path: Path) -> None:
 
 
 def not_written(what: str, error: Exception) -> CheckpointError:
-    """Return the error for a checkpoint, or a part of one, that cannot be written.
-
-    Args:
-        what: subject of the message, such as "The shard PATH".
-    """
-    reason = " ".join(str(error).split())
+    """Return the error for a checkpoint, or a part of one, that cannot be written. `what` is the subject of the message."""
     if isinstance(error, FileNotFoundError):  # its directory was created just before
-        return CheckpointRemovedError(f"{what} was removed by another process while it was written ({reason}); end that process.")
-    return CheckpointError(f"{what} cannot be written ({reason}); free disk space or choose another output.")
+        return CheckpointRemovedError(f"{what} was removed by another process while it was written; end that process.")
+    reason = " ".join(str(getattr(error, "strerror", None) or error).split())
+    advice = _ADVICE.get(getattr(error, "errno", None) or 0, "")
+    return CheckpointError(f"{what} cannot be written ({reason}); {advice}choose another output.")
 
 
 def synchronise_directory(directory: Path) -> None:
