@@ -72,8 +72,14 @@ def read(path: Path, *, header: bool = False) -> WeightsFile:
             installed; or two names are equal without the wrappers' parts.
     """
     suffix = check_suffix(path, SUFFIXES)
-    if not path.is_file():
-        raise CheckpointError(f"There is no weight file {path}; give the path of an existing file.")
+    try:
+        os.close(open_regular(path))
+    except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:
+        raise CheckpointError(f"There is no weight file {path}; give the path of an existing file.") from error
+    except OSError as error:
+        raise CheckpointError(
+            f"The weight file {path} cannot be read ({error.strerror}); make it readable, or give another file."
+        ) from error
     content = _read_safetensors(path, header) if suffix == SAFETENSORS else _read_torch(path)
     tensors = content.tensors if "model" in content.metadata else _with_linear_layers(_unwrapped(content.tensors, path))
     wide = {name: array.astype(np.float32) if array.dtype == np.float16 else array for name, array in tensors.items()}

@@ -281,6 +281,9 @@ def test_a_damaged_file_is_a_sentence(tmp_path: Path, content: bytes | int) -> N
 def test_missing_files_and_other_kinds_are_sentences(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="There is no weight file"):
         weights_file.read(tmp_path / "w.safetensors")
+    os.mkfifo(tmp_path / "pipe.pt")
+    with pytest.raises(CheckpointError, match=r"pipe.pt cannot be read \(it is a pipe, not a regular file\); make it readable"):
+        weights_file.read(tmp_path / "pipe.pt")
     with pytest.raises(CheckpointError, match=r"it must end in \.safetensors, \.pt or \.pth\.$"):
         weights_file.read(tmp_path / "w.h5")
     with pytest.raises(CheckpointError, match=r"it must end in \.safetensors\.$"):
