@@ -172,8 +172,8 @@ class AllreduceAverager(GradientAverager):
     def _complete_norms(self, step: AllreduceStep, k: int) -> Norms | None:
         """Return the norms for the update of a slice; None if the optimiser needs none.
 
-        LARS needs only the norms of the slice. Clipping and several groups need all norms, so the call waits for the sums of all
-        slices.
+        LARS and LAMB need only the norms of the slice. Clipping and several groups need all norms, so the call waits for the sums
+        of all slices.
         """
         if step.joint is not None:
             step.joint.complete()

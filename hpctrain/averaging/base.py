@@ -100,7 +100,7 @@ class AveragerSetup:
 
         Args:
             parts: parts of the parameters that are written together.
-            owned: segments that only this rank updates. Of two ranks, the owner counts as correct; of more, the majority.
+            owned: segments that this rank updates. Of two ranks, the owner counts as correct; of more, the majority.
         """
         ranks = self.comm.size if self.watched else 1
         return None if ranks == 1 else ReadSums(self.group, parts, owned if ranks == 2 else ())
@@ -126,6 +126,7 @@ class Agreement:
 
     Attributes:
         schedule: the operations of a step; None for a strategy without a schedule.
+        streams: communicator of each stream on which the averager posts operations.
         link: the measured link; None if the strategy does not need it.
         sums: sums of gradients over the group's ranks, in 16 bits or in a fixed order; None: sums of the stream's communicator.
     """
@@ -253,7 +254,7 @@ class GradientAverager(ABC):
         return [self.group.data, *(view for segment in owned for view in self._state_of(segment).values())]
 
     def undone(self) -> None:  # noqa: B027  most averagers have nothing else to undo
-        """Note that the last step was undone on every rank. Counters and the arrays of `changed` have been restored."""
+        """Complete the undoing of the last step, after counters and the arrays of `changed` were restored on every rank."""
 
     def held_gradients(self) -> Mapping[str, Array]:
         """Return, by parameter, gradients of earlier steps that this rank has not applied yet; by default none."""
@@ -422,8 +423,8 @@ class Strategy(ABC):
     Attributes:
         Options: frozen dataclass of the options that a configuration may set; `__post_init__` checks them. A constructor without
             the keyword `options` receives them as keywords next to `group`.
-        adds_norms: whether the averager computes the norms that LARS and clipping need; if not, a configuration with LARS or
-            clipping is an error.
+        adds_norms: whether the averager computes the norms that LARS, LAMB and clipping need; if not, a configuration with one
+            of them is an error.
         sums_shards: whether the averager sums each gradient once per step and sends nothing else, so that sums may follow the
             order of shards.
         streams: streams on which the averager posts operations, in addition to the group's communicator.
@@ -516,6 +517,7 @@ class Strategy(ABC):
 
         Args:
             comm: communicator of all ranks that hold a part of the network.
+            members: number of parameter groups.
         """
         return None
 

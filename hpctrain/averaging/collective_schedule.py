@@ -167,8 +167,12 @@ class CollectiveSchedule:
     def exchanged_by_rank(self, samples: Sequence[int]) -> tuple[int, ...]:
         """Return the number of elements of all kinds that each rank exchanges with other ranks in a step. Norms are not counted.
 
-        In a message with positions, each element counts twice. For compressed slices, the numbers are those of a step after the
-        warm-up. They are computed in O(operations + ranks).
+        Elements count where sums and all-to-alls send them, and where gathers receive them. In a message with positions, each
+        element counts twice. For compressed slices, the numbers are those of a step after the warm-up. The time is
+        O(operations + ranks).
+
+        Args:
+            samples: number of samples of each rank.
         """
         constant, per_sample = _Elements(self.ranks), _Elements(self.ranks)
         constant.add(self._pairs_by_rank(), 2)
@@ -189,7 +193,7 @@ class CollectiveSchedule:
         return tuple(n + count * m for n, count, m in by_rank)
 
     def exchanged_bytes_by_rank(self, samples: Sequence[int], item_bytes: int) -> tuple[int, ...]:
-        """Return the bytes that each rank exchanges with other ranks in a step. Norms are not counted.
+        """Return the bytes that each rank exchanges with other ranks in a step (see `exchanged_by_rank`).
 
         Args:
             item_bytes: bytes of an element; its position, if sent, takes 4 bytes.
@@ -364,7 +368,7 @@ def covered_slices(schedule: CollectiveSchedule) -> Mapping[int, range]:
 
 
 class EventKind(StrEnum):
-    """Events of one parameter on this rank; each happens once per step."""
+    """Events of one parameter on this rank; each happens at most once per step."""
 
     INPUTS = "inputs"
     GRADIENT = "gradient"
@@ -373,7 +377,7 @@ class EventKind(StrEnum):
 
 @dataclass(frozen=True)
 class LocalEventKey:
-    """Event of one parameter in one step."""
+    """Key of an event of one parameter."""
 
     kind: EventKind
     parameter: str

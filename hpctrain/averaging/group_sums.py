@@ -235,7 +235,7 @@ def _elements_of_term(whole: Segment, term: int) -> Interval:
 
 
 def waiting_sums(shards: ShardsOfRank) -> dict[int, int]:
-    """Return, by shard, the index of the buffer in which its sum waits to be merged: the first buffer that is then free."""
+    """Return, by place of a shard whose sum waits to be merged, the index of its buffer: the first one that is free then."""
     numbers: dict[int, int] = {}
     taken: set[int] = set()
     every_addition = shards.additions
@@ -255,8 +255,9 @@ class ShardGradients:
     the number of shards. The gradient of the last shard stays in the group's own buffer, to which the earlier sums are added.
     Sums that have no common node in the tree remain separate terms, which ranks send one by one.
 
-    Each `add` follows the step's first forward, which waits for the messages of the previous step. Until then the buffers hold
-    the sums of that step, because their message may not have been posted yet.
+    `place` is the index of a shard among those of this rank. Each `add` follows the step's first forward, which waits for the
+    messages of the previous step. Until then the buffers hold the sums of that step, because their message may not have been
+    posted yet.
 
     Args:
         shards: shards of this rank among the ranks that average the group.
@@ -289,7 +290,7 @@ class ShardGradients:
         """End a pass over a shard, which needs no work."""
 
     def add(self, parameter: Parameter, place: int) -> None:
-        """Add the gradient of one parameter over a shard other than the last. Call it for the shards in order."""
+        """Add `parameter.grad` over a shard other than the last to the sums. Call it for the shards in order."""
         self._count(parameter, place)
         arithmetic = self._group.arithmetic
         value: Array = parameter.grad.reshape(-1)
@@ -327,7 +328,7 @@ class ReadSums:
 
     Args:
         parts: segments that are written together; each element of the group is in at most one part.
-        owned: segments that one rank owns; parameters are cut at their ends, so that all elements of a piece have the same owner.
+        owned: segments that this rank owns; parameters are cut at their ends, so that a piece lies inside or outside of them.
 
     Attributes:
         names: name of the parameter of each summed piece, part by part.

@@ -48,7 +48,7 @@ class Times:
         return max((later - earlier for earlier, later in pairwise(sorted(self.ready.values()))), default=0.0)
 
     def late(self) -> Times:
-        """Return the times as if everything became ready one gradient later.
+        """Return the times with gradients and data ready later by `longest_gap`.
 
         They are used for a single queue, in which an operation that is not ready delays all operations after it. The later times
         are a safety margin.
@@ -120,29 +120,25 @@ class StepClock:
         self._ends: list[float] = []
 
     def begin(self, on: bool) -> None:
-        """Begin a step.
-
-        Args:
-            on: whether the step is measured.
-        """
+        """Begin a step, which is measured if `on` is True."""
         self.on = on
         self._begin = self._compute_seconds()
 
     def needed(self, name: str) -> None:
-        """Note that forward reads a parameter."""
+        """Record that forward reads parameter `name` now. Only the first call of a step has an effect."""
         if len(self._needed.get(name, ())) == len(self._ends):  # the first of several micro-batches
             self._note(self._needed, name)
 
     def ready(self, name: str) -> None:
-        """Note that a gradient is announced."""
+        """Record that the gradient of parameter `name` is announced now."""
         self._note(self._ready, name)
 
     def free(self, name: str) -> None:
-        """Note that backward has released a parameter's data."""
+        """Record that backward releases the data of parameter `name` now."""
         self._note(self._free, name)
 
     def end(self, names: Sequence[str]) -> None:
-        """Note the end of backward. Events of `names` that were not announced are recorded with this time."""
+        """Record the end of backward, also as the time of gradients and data of `names` that were not announced."""
         if not self.on:
             return
         for name in names:
@@ -322,7 +318,7 @@ class LinkSimulation:
         return sent
 
     def _sum(self, k: int, now: float) -> None:
-        """Note that a slice is reduced. Its gather may now start, or all gathers that have waited for the same norms."""
+        """Record that slice `k` is reduced. Its gather may start from `now`, or once the norms that it needs are complete."""
         group = self._norms.get(k)
         if group is None:
             self._may_gather(k, now)
@@ -362,7 +358,7 @@ def best_order(
     """Return the order with the smallest stall among a few candidates.
 
     The candidates differ in the maximum delay of a gradient by a gather during backward: none, a quarter of the longest gap
-    between gradients, a whole gap, or unlimited.
+    between gradients, a whole gap, or unlimited. Without `times.needed`, the only candidate has no delay.
     """
     gap = times.longest_gap() if times.needed else 0.0
     orders: list[tuple[float, int, list[tuple[int, bool]]]] = []  # (stall, number, order); the number breaks ties

@@ -89,7 +89,7 @@ class OwnerOperations:
         owned: all segments that this rank updates, in the order of the flat buffers, including segments that every rank updates.
         touching: indices of the slices that contain elements of a parameter, by parameter.
         update_parts: segments that this rank updates, by slice.
-        reads: sums of the parameters that a step reads, by slice with the segments that every rank updates; None: not watched.
+        reads: sums of the parameters that a step reads; a part has the parameters of one slice. None: not watched.
         exchange_of: exchange of sufficient factors by weight.
         rounded: exact values and rounding errors that this rank owns, if parameters travel in 16 bits; otherwise None.
         comm: communicator of the ranks that own parts.
@@ -256,7 +256,7 @@ class OwnerOperations:
         return comm.iallgather(None, self._data[k], self._counts[k])
 
     def finish_gradient(self, k: int) -> None:
-        """Copy the sum over all ranks to the owned part of a slice's gradient. The sum must be complete."""
+        """Write the sum over all ranks to the owned part of a slice's gradient. The slice's reduction must be complete."""
         if k in self._pieces:
             exchange, place = self._pieces[k]
             exchange.multiply(place)
@@ -319,7 +319,7 @@ class ReduceScatterStep:
     """State of one step. Operations that start late still find the state of their step.
 
     Attributes:
-        update: parameters of the step's updates.
+        update: arguments of the step's updates.
         events: events by kind and parameter.
         tickets: tickets by position in the schedule.
         gathered: tickets by slice, complete once the slice's parameters hold the step's values. If the step leaves a slice out,
@@ -349,7 +349,7 @@ class ReduceScatterAverager(GradientAverager):
         operations: operations of the schedule on this rank.
         queues: posting queues by stream.
         posting: operations in order, each with its dependencies and its text.
-        step: current step, if any.
+        step: current step; None before the first.
         step_number: number of the next step, counted from 0; over the whole training if a subclass includes it in `counters`.
     """
 

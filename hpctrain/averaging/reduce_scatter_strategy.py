@@ -2,9 +2,9 @@
 
 `ReduceScatterStrategy` plans the slices of the parameters and the operations of a step. `reduce_scatter.py` runs the plan.
 
-`ReduceScatterStrategy.order` orders the allgathers by `link_simulation.best_order`, or by `two_stream_order` for `priority`, with
-estimated times. All ranks compare the resulting schedule before the first step
-(`averagers.check_same_schedule`). After step 5, `ReduceScatterAverager.begin_step` calls `replan` with times measured on all
+`ReduceScatterStrategy.order` orders the operations by `link_simulation.best_order`, or by `two_stream_order` for `priority`, with
+estimated times. All ranks compare the resulting schedule before the first step (`averagers.check_same_schedule`). If the order
+has not been measured yet (`replans`), `ReduceScatterAverager.begin_step` calls `replan` after step 5 with times measured on all
 ranks, and every rank takes rank 0's result.
 """
 

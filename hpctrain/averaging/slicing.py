@@ -98,7 +98,7 @@ class Slice:
         return 1 if self.compression is None else self.compression.nodes
 
     def counts(self, ranks: int) -> tuple[int, ...]:
-        """Return the sizes of the parts, in whole units or blocks, as even as possible. Larger parts come first."""
+        """Return the sizes of the `ranks // copies` parts: whole units or aligned blocks, as evenly divided as possible."""
         if self.block > 1:
             return tuple(self.owned_size(rank, ranks) for rank in range(ranks))
         return tuple(self.unit * units for units in even(self.units, ranks // self.copies))
@@ -176,8 +176,8 @@ def sufficient_factor_slices(
 ) -> tuple[Slice, ...]:
     """Return the slices of a linear layer (K, M) that exchanges inputs and errors. Each rank owns whole rows of each slice.
 
-    Slices have at most `most` elements, but enough rows for an efficient product. All but the last have a multiple of `ranks`
-    rows, so each rank owns the same number of rows as with a single slice.
+    Slices have about `most` elements, or more if an efficient product needs more rows. All but the last have a multiple of
+    `ranks` rows, so each rank owns the same number of rows as with a single slice.
 
     Raises:
         ConfigError: there would be too many slices.
@@ -272,11 +272,11 @@ _LARGEST_IN_BUCKETS = 4
 
 
 def bucket_bytes(total_bytes: int, ranks: int, link: LinkModel | None) -> int:
-    """Return the size of fused slices that minimises exposed communication; a power of two.
+    """Return the size of fused slices that minimises exposed communication, a power of two.
 
-    k slices of n / k bytes cost k (P - 1) alpha in latency. Neither backward nor forward hides the last reduction and the first
-    gather, each of a slice that may have c = 4 times as many bytes: 2 c (P - 1) / P n / k beta. The sum is smallest for slices of
-    sqrt(n P alpha / (2 c beta)) bytes.
+    On one rank, or if no link limits the bandwidth, one slice has all bytes. Otherwise k slices of n / k bytes cost k (P - 1)
+    alpha in latency. Neither backward nor forward hides the last reduction and the first gather, each of a slice that may have
+    c = 4 times as many bytes: 2 c (P - 1) / P n / k beta. The sum is smallest for slices of sqrt(n P alpha / (2 c beta)) bytes.
     """
     if ranks == 1 or link is None or link.beta_seconds_per_byte == 0.0:
         return max(_LEAST_BUCKET_BYTES, total_bytes)
@@ -339,8 +339,9 @@ def fused_bytes(bucket: int | None, total_bytes: int, ranks: int) -> int:
 def parts_of(size: int, item_bytes: int, ranks: int) -> list[tuple[int, int]]:
     """Return intervals [start, stop) of an array of `size` elements; their collectives together cost as much as a single one.
 
-    Parts have at most 16 MiB or, if that is more, 1 MiB per rank, because latency grows with the number of ranks. The size of
-    each part but the last is a multiple of `ranks`, so that the ranks' shares of the parts add up to their shares of the whole.
+    Parts have some 16 MiB at most or, if that is more, 1 MiB per rank, because latency grows with the number of ranks. The size
+    of each part but the last is rounded up to a multiple of `ranks`, so that a rank's shares of the parts are its share of the
+    whole.
     """
     most = max(1, max(_LARGEST_BYTES, ranks * _LEAST_PART_BYTES) // item_bytes)
     size_of_one = -(-size // max(1, -(-size // most)))

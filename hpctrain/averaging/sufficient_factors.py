@@ -31,6 +31,7 @@ def moves_less(inputs: int, outputs: int, batch: int, ranks: int, sent_share: fl
         inputs: number K of input features.
         outputs: number M of output features.
         batch: global batch B.
+        ranks: number P of ranks.
         sent_share: bytes s of a gradient on the wire, divided by its bytes in memory. Inputs and errors are never rounded.
     """
     return batch * (outputs + inputs / ranks) < sent_share * inputs * outputs

@@ -38,7 +38,7 @@ class NormsNeeded(StrEnum):
 class Norms:
     """Squared norms of whole parameters, float64: of the data and of the gradient, complete over all owners.
 
-    `squares[i] = (|w|^2, |g|^2)` of `group.segments[i]`.
+    `squares[i]` is (|w|^2, |g|^2) of `group.segments[i]`, and `index` contains i by the parameter's name.
     """
 
     def __init__(self, group: FlatGroup) -> None:
@@ -46,7 +46,7 @@ class Norms:
         self.squares = np.zeros((len(group.segments), 2), np.float64)
 
     def add_partial(self, group: FlatGroup, segments: Sequence[Segment]) -> None:
-        """Add the squares of the elements in `segments`. The sum of the partial sums of all owners is the norm."""
+        """Add the squares of the elements in `segments`. The sum of the partial sums of all owners is the squared norm."""
         flats = (group.data, group.grad)
         sums = group.arithmetic.square_sums([flat[segment.start : segment.stop] for segment in segments for flat in flats])
         for segment, squares in zip(segments, sums.reshape(-1, len(flats)), strict=True):
@@ -61,7 +61,7 @@ class Norms:
         return self.squares[places]
 
     def complete(self, places: slice) -> None:
-        """Mark the norms at these indices as complete: their message holds sums over all ranks."""
+        """Complete the norms at these indices, after `message` was summed over the ranks. The base class does nothing."""
 
     def global_gradient(self) -> float:
         """Return the norm |g| of the gradient of all parameters together."""
@@ -90,7 +90,7 @@ class Optimizer(Checked):
 
     @property
     def passes(self) -> float:
-        """Passes over each element in `prepare_norms` and `update`, in units of an addition; predictions of steps use them."""
+        """Time of `prepare_norms` and `update` per element, in units of the time of an addition; predictions of steps use it."""
         return 3.0
 
     @property
@@ -106,11 +106,11 @@ class Optimizer(Checked):
         return self.norms_needed is not NormsNeeded.NONE
 
     def settings(self, *, arguments: bool = False) -> dict[str, object]:
-        """Return the settings that must be equal on all ranks: plain attributes, by name.
+        """Return the settings that must be equal on all ranks, by name: numbers and booleans as float, strings, and None.
 
         Args:
-            arguments: whether to return only arguments of the constructor, which `bind` does not change. False: all plain
-                attributes before `bind`, and the class.
+            arguments: whether to return only arguments of the constructor, which `bind` does not change. False: the class, and
+                all attributes of these types; call it before `bind`, which may set others.
         """
         values = {name: getattr(self, name, None) for name in (_arguments(type(self)).parameters if arguments else vars(self))}
         kind = {} if arguments else {"class": type(self).__qualname__}

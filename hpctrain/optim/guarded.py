@@ -24,7 +24,7 @@ class WriteGuard:
         arithmetic: arithmetic of the memory that holds them.
 
     Attributes:
-        changed: names of the arrays in the first detected change; empty if there is none.
+        changed: names of the arrays in the first detected change; empty until `read` has found one.
     """
 
     def __init__(self, arrays: Mapping[str, Array], arithmetic: Arithmetic) -> None:
@@ -77,7 +77,7 @@ class GuardedOptimizer(ForwardingOptimizer):
         self._guards: dict[int | None, WriteGuard] = {}  # by start of an update's first element
 
     def watch(self, updates: Iterable[Sequence[Segment]], *, parameters: bool) -> list[WriteGuard]:
-        """Start comparing the arrays between updates, and return a guard of each update. Call it after `bind`.
+        """Start comparing arrays between updates; return a guard of each update that writes such arrays. Call it after `bind`.
 
         Args:
             updates: segments of each update, the same in every step.
@@ -127,5 +127,5 @@ class GuardedOptimizer(ForwardingOptimizer):
 
 
 def _first(segments: Sequence[Segment]) -> int | None:
-    """Return the start of the first element; None if there are no elements."""
+    """Return the start of the first segment that is not empty; None if there is none."""
     return next((segment.start for segment in segments if segment.size), None)

@@ -141,9 +141,9 @@ class MomentumDescent:
         lr: float,
         rate: Callable[[Segment], float] = lambda _: 1.0,
     ) -> None:
-        """Update segments whose gradients have the same scale, each with the learning rate `lr` times its `rate`.
+        """Update segments with their gradients times `scale`, weight decay `decay(segment)` and rate `lr * rate(segment)`.
 
-        The runs are made once for a sequence of segments, which averagers pass in every step and never modify.
+        The runs are reused while averagers pass the same sequence, which they never modify, with the same scale.
         """
         if not segments:
             return
@@ -287,7 +287,7 @@ class Lars(MomentumOptimizer):
         self.descent.update(merged(runs), lr)
 
     def trust_ratio(self, segment: Segment, norms: Norms, clip: float = 1.0) -> float:
-        """Return lambda of the parameter of `segment`, whose gradient counts as scaled by the factor `clip`."""
+        """Return lambda of the parameter of `segment`, with the gradient times `clip`; 1 if it is excluded or a norm is 0."""
         if self.decay_excludes(segment):
             return 1.0
         data, gradient = (math.sqrt(square) for square in norms.squares[norms.index[segment.parameter]])
@@ -484,7 +484,7 @@ class Lamb(MomentOptimizer):
         self._descent.update(merged(runs), lr)
 
     def trust_ratio(self, segment: Segment, norms: Norms) -> float:
-        """Return |w| / |u| of the parameter that `segment` belongs to."""
+        """Return |w| / |u| of the parameter of `segment`; 1 if the parameter is excluded or a norm is 0."""
         if self.decay_excludes(segment):
             return 1.0
         data, direction = (math.sqrt(square) for square in norms.squares[norms.index[segment.parameter]])

@@ -23,7 +23,7 @@ from hpctrain.optim.stagnation import ImprovementRule, Stagnation
 class LearningRateSchedule(Checked):
     """Base of schedules: warm-up from warmup_start * base_lr to base_lr over `warmup_epochs`, then `after_warmup`.
 
-    The step after the warm-up is the first at the full rate: lr(warmup_steps) == after_warmup(warmup_steps, 0).
+    `after_warmup` determines the rates from step `warmup_steps` on.
 
     Args:
         base_lr: full learning rate, positive.
@@ -56,7 +56,7 @@ class LearningRateSchedule(Checked):
 
     @property
     def warmup_steps(self) -> int:
-        """Number of steps of the warm-up, whose rates are below the full rate."""
+        """Number of steps of the warm-up."""
         return round(self.warmup_epochs * self.steps_per_epoch)
 
     @property
@@ -65,7 +65,7 @@ class LearningRateSchedule(Checked):
         return self.epochs * self.steps_per_epoch
 
     def lr(self, step: float) -> float:
-        """Return the learning rate of `step`, which need not be an integer. After the end of training, the rate is constant."""
+        """Return the learning rate of `step`, which may be a fraction. After the end, the progress of `after_warmup` stays 1."""
         warmup = self.warmup_steps
         if step < warmup:
             return float(self.base_lr * (self.warmup_start + (1.0 - self.warmup_start) * self.rise(step / warmup)))
@@ -81,13 +81,12 @@ class LearningRateSchedule(Checked):
 
         Args:
             state: state before the evaluation; None: there was none.
-            epoch: number of epochs trained.
             means: means of the evaluation, by metric.
         """
         return state
 
     def rise(self, progress: float) -> float:
-        """Return the share of the rise after the share `progress` of the warm-up's steps. By default it is linear."""
+        """Return how far the rate has risen, from 0 to 1, after the share `progress` of the warm-up. By default: linear."""
         return progress
 
     @abstractmethod

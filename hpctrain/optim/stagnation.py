@@ -42,11 +42,10 @@ class ImprovementRule:
     def after(self, before: Stagnation | None, epoch: int, means: Mapping[str, float]) -> Stagnation:
         """Return the state after an evaluation that follows `epoch` epochs.
 
-        A second evaluation of the same epoch changes nothing.
+        An evaluation changes nothing unless `epoch` is above 0 and above that of all earlier evaluations.
 
         Args:
             before: state before the evaluation; None, or a state with another metric: this evaluation is the first.
-            epoch: number of epochs trained.
             means: means of the evaluation, by metric.
         """
         if before is None or before.metric != self.metric:

@@ -1,4 +1,4 @@
-"""All communicators of a process grid. Each has one use, so the message orders of different uses are independent.
+"""All communicators of a process grid. Operations that overlap in time have separate ones, so their orders are independent.
 
 `RankStatistics` merges batch statistics over several ranks. It is exact for uneven and empty shares, and avoids sums of squares
 in float32, which suffer from cancellation.
@@ -98,13 +98,14 @@ class RankStatistics:
 class GridGroups:
     """This rank's groups on a grid. Creation is collective over the grid's world.
 
-    Ranks are counted by position, c * Pr + r, so the ranks of a split group, which share samples, are neighbours.
+    Rank r of split group c has position c * Pr + r, so the ranks of a split group, which share samples, are neighbours.
 
     Attributes:
         all_ranks: communicator of all ranks, ordered by position.
         messages: communicator of the same ranks for the step's small message.
         split_size: size Pr of this rank's split group.
         split_rank: rank r of this rank in its split group.
+        position: position of this rank.
         gradients: communicator that averages each parameter group ("all", and "model" if layers are split), by name.
         nodes: node of each rank that averages a parameter group, by name.
         norms: communicator of all ranks for norms over several parameter groups.

@@ -1,12 +1,12 @@
 """Moves of tensors between layouts inside a split group: the group, the pieces as data, their runner, and the operators.
 
 Halos, gathers, scatters and redistributions are all the same primitive, an all-to-all of box intersections (`Transfer`). The
-adjoint of a move sends every element's gradient back to its owner, which adds the parts in rank order.
+adjoint of a move sends the gradients of each element back to its owner, which adds its own gradient first, then those of other
+ranks in rank order.
 
 Partitioning inserts moves and sums of partial tensors into a graph. Their operators compute with the arithmetic service on plain
-memory, on the host or on a device. Their gradients are exact adjoints: a move's adjoint sends each gradient back to its owner and
-adds, a sum's adjoint sends copies. Between a start and its end the host waits for other ranks, so programs with these operators
-are not captured.
+memory, on the host or on a device. The adjoint of a sum sends copies of the gradient. Between a start and its end the host waits
+for other ranks, so programs with these operators are not captured as graphs of a device.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class SplitGroup:
         return self._arithmetic.zeros(size_bytes, "uint8")
 
     def reserve(self, size_bytes: int) -> Array:
-        """Return the first bytes of the shared buffer, uint8.
+        """Return the first `size_bytes` bytes of the shared buffer, uint8.
 
         Call it for each exchange, because the buffer is replaced when it grows.
         """
@@ -85,9 +85,9 @@ class SplitGroup:
         return int(self._buffer.size)
 
     def alltoall(self, send: Array, recv: Array, send_counts: Sequence[int], recv_counts: Sequence[int], purpose: str) -> Ticket:
-        """Send piece r of `send` to rank r, and receive piece r of `recv` from it. Collective; it does not wait.
+        """Start to send piece r of `send` to rank r and to receive piece r of `recv` from it; return the ticket. Collective.
 
-        The bits of bfloat16 are sent as uint16, since MPI has no such type.
+        The counts are those of elements, by rank. The bits of bfloat16 are sent as uint16, since MPI has no such type.
         """
         if self._arithmetic.on_host and send.dtype == BFLOAT16:
             send, recv = send.view("uint16"), recv.view("uint16")
@@ -262,7 +262,7 @@ class TransferRunner:
         return memory[: self.transfer.send_size], memory[self.transfer.send_size :]
 
     def start(self, x: Array) -> Ticket:
-        """Send this rank's pieces of the source x."""
+        """Start sending this rank's pieces of the source x; return the ticket for `finish`."""
         self.source_side, self.target_side = self._sides()
         self._pack(x, self.transfer.sends, self.source_side)
         return self._group.alltoall(self.source_side, self.target_side, self._source_counts, self._target_counts, self._purpose)
@@ -295,7 +295,7 @@ class TransferRunner:
             self._arithmetic.copy_box(y, there, x, here)
 
     def start_adjoint(self, dy: Array) -> Ticket:
-        """Send the gradients of received elements back to their owners."""
+        """Start sending the gradients dy of received elements back to their owners; return the ticket for `finish_adjoint`."""
         self.source_side, self.target_side = self._sides()
         self._pack(dy, self.transfer.receives, self.target_side)
         return self._group.alltoall(
@@ -303,7 +303,7 @@ class TransferRunner:
         )
 
     def finish_adjoint(self, ticket: Ticket, dy: Array, dx: Array, *, accumulate: bool) -> None:
-        """Write or accumulate the gradient of the source: this rank's terms first, then those of other ranks in rank order."""
+        """Write the gradient of the source to dx, or add it: first this rank's term, then those of other ranks in rank order."""
         if self.transfer.spare and not accumulate:
             self._arithmetic.fill(dx, 0.0)
         if self.transfer.local is not None:
@@ -424,7 +424,7 @@ class RedistributeOperator(AnyArrays, CallsHost, Accumulating, DeferredStart, Re
 class ReduceScatterSpec(_CopiesOnly):
     """A sum: every rank holds a summand of all elements, and rank r receives the sum of its box of the partition `target`.
 
-    It is the adjoint of a move from `target` to all ranks. Collective over the split group.
+    It is the adjoint of a move from `target` to `everything`, the layout of the summands. Collective over the split group.
     """
 
     target: Layout
@@ -443,7 +443,7 @@ class ReduceScatterSpec(_CopiesOnly):
 
 
 class ReduceScatterOperator(AnyArrays, CallsHost, Operator):
-    """Operator of a sum. Forward sends each summand to its owner, which adds in rank order; backward gathers the gradient.
+    """Operator of a sum. Forward sends each summand to its owner, which adds it; backward gathers the gradient.
 
     Attributes:
         share: this rank's share of the move that is the adjoint of the sum.
@@ -513,7 +513,7 @@ class PartialMeanOperator(AnyArrays, Operator):
 
 @dataclass(frozen=True)
 class NothingSpec(_CopiesOnly):
-    """An operation without output on this rank, which holds none of its channels. The gradient of its input is zero."""
+    """The operation `spec` on a rank that holds none of its channels. Its output of `shape` is empty; input gradients are 0."""
 
     spec: Any
     shape: Shape

@@ -81,7 +81,7 @@ class PartitionedGraph:
                     yield name, dim, step.sharding.channel_intervals
 
     def local(self, rank: int, group: SplitGroup) -> Graph:
-        """Return the graph that one rank runs."""
+        """Return the graph that rank `rank` runs. Its moves and sums exchange messages in `group`."""
         builder = GraphBuilder(TensorSpec(shape_of(self.layouts[0].boxes[rank]), self.dtype))
         for step in self.steps:
             node = step.node

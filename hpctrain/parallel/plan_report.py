@@ -1,8 +1,8 @@
 """Reports of a plan over a model, in integers: owners of all elements, communicated words, and memory.
 
-The reports are pure arithmetic, with the same result on every rank. Ranks are counted by position, c * Pr + r, over all split
-groups or over some of them. Words are elements of the run's dtype that a rank sends to others in one training step; statistics
-are float64 and counted separately.
+The reports are pure arithmetic, with the same result on every rank. Rank r of split group c has position c * Pr + r, counted
+over all split groups or over some of them. Words are elements of the run's dtype that a rank sends to others in one training
+step; statistics are float64 and counted separately.
 """
 
 from __future__ import annotations
@@ -182,7 +182,7 @@ class PlanReport:
 
 
 def add_words(a: Words, b: Words) -> Words:
-    """Add words position by position."""
+    """Return the sums of `a` and `b`, position by position."""
     return tuple(map(add, a, b))
 
 
@@ -355,7 +355,7 @@ class _GroupReporter:
 
 
 def message_words(local: LocalGraph) -> int:
-    """Return the words of the message buffer that all moves share."""
+    """Return the size, in words, of the message buffer that all moves of a rank share."""
     return max((words.sent + words.received for words in local.moves.values()), default=0)
 
 

@@ -117,7 +117,7 @@ def make_network(
     class_weights: Sequence[float] = (),
     frozen: Sequence[str] = (),
 ) -> Network:
-    """Return this rank's part of a model on a grid. Not collective.
+    """Return this rank's part of a model on a grid. Not collective. `Network` describes the arguments that are not listed.
 
     Args:
         image_shape: (H, W, C) of one sample.

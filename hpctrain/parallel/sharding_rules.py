@@ -32,7 +32,7 @@ from hpctrain.parallel.layout import Layout, LayoutKind, ReceptiveField, local_w
 from hpctrain.parallel.moves import NothingSpec, PartialMeanSpec
 from hpctrain.parallel.parallel_plan import Parallelism
 
-# They work per element or channel, so any box is possible. A batch norm merges the statistics of other ranks itself.
+# These operations work per element or channel, so any box is possible. A batch norm itself merges the ranks' statistics.
 _ANY_CHANNELS = (BatchNormSpec, ReluSpec, AddSpec, DropoutSpec)
 _PER_CHANNEL = (*_ANY_CHANNELS, PoolSpec, AdaptiveAveragePoolSpec)
 

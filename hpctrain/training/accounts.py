@@ -59,18 +59,10 @@ class Observer:
         """Read the state of the replica, whose sums are settled, between two steps after `reads_state` returned True."""
 
     def after_epoch(self, position: Position) -> None:
-        """Handle the end of an epoch, before its evaluation.
-
-        Args:
-            position: position after the epoch.
-        """
+        """Handle the end of an epoch, before its evaluation. `position` is that after the epoch."""
 
     def after_evaluation(self, position: Position, sums: RunningSums) -> None:
-        """Handle an evaluation at `position`.
-
-        Args:
-            sums: sums over all ranks.
-        """
+        """Handle an evaluation at `position`, with the sums over all ranks."""
 
     def finish(self, position: Position) -> None:
         """Handle the end of a training at `position`, after its last checkpoint was written, but not after an error."""
@@ -124,9 +116,11 @@ class StepParts:
 
     Attributes:
         steps: number of steps that were measured.
+        seconds: whole step.
         work_seconds: computation, updates, and the program's work between operators.
         messages_seconds: posting and progress of messages, outside of waits.
         exposed_seconds: waits for messages, without updates.
+        data_seconds: loading of the batch.
         core_seconds: time in which the program could run, but other threads or processes had its core.
     """
 

@@ -221,7 +221,7 @@ def log_probabilities(network: Network, batch: Batch, mirror: Batch | None = Non
 
 
 def log_softmax(logits: np.ndarray) -> np.ndarray:
-    """Return the logarithm of softmax over the last dim, float64; NaN for a sample with a logit of NaN or +infinity."""
+    """Return the logarithm of softmax over the last dim, float64; NaN for a sample whose largest logit is infinite or NaN."""
     with np.errstate(invalid="ignore", over="ignore"):
         shifted = logits.astype(np.float64)
         shifted -= shifted.max(axis=-1, keepdims=True)
@@ -307,7 +307,7 @@ class _Sums:
         self._row = (self._row + 1) % len(self._rows)
 
     def add(self, handle: LossHandle) -> None:
-        """Add the result of one part."""
+        """Add the result of one part to the selected sum."""
         self._take_latest()
         self._latest = self._row, handle
 

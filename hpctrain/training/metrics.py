@@ -31,7 +31,7 @@ class StepTotals:
     """Sums of one step over all ranks, never means.
 
     Attributes:
-        loss: sum of the losses of all samples.
+        loss: sum of the losses of all samples, without micro-batches whose sum is not finite.
         top1: number of samples whose label has the highest score.
         top5: number of samples whose label is among the five highest scores.
         count: number of samples.

@@ -49,7 +49,7 @@ class MicroBatch:
 
 @lru_cache(maxsize=16)  # all steps but the last of an epoch are alike
 def micro_batches_of(share: Share, micro_batches: int) -> tuple[MicroBatch, ...]:
-    """Return a rank's share of a step in micro-batches, which are the same on every rank of the split group."""
+    """Return a rank's share of a step in micro-batches; all ranks of the split group divide their samples alike."""
     parts: list[MicroBatch] = []
     sizes = [even(count, micro_batches) for count in share.counts]
     starts = [0] * len(share.counts)
@@ -187,7 +187,7 @@ class Passes:
 
     @staticmethod
     def over(parts: int, passes: int, shards: int) -> Passes:
-        """Return passes over `parts` of the `shards`, in at most `passes` passes."""
+        """Return the division of a rank's `parts` of all `shards` into at most `passes` passes."""
         return Passes(parts, shards, -(-parts // min(parts, passes)))
 
     @property

@@ -34,7 +34,7 @@ class TimeLeft:
         self._begin: float | None = None
 
     def seconds(self, done: int) -> float | None:
-        """Return the estimated remaining seconds. None: this run has reported progress at most once, and work remains."""
+        """Return the estimated remaining seconds; None until this run has reported progress twice, or all work as done."""
         if done <= self._before:
             return None
         if self._begin is None:

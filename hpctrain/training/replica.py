@@ -83,7 +83,7 @@ class LoopState:
         self._status = 0
 
     def begin(self, epoch: int, global_step: int) -> None:
-        """Note the start of a step in the flight record."""
+        """Record in the flight record that the step after `global_step` steps begins; `epoch` counts from 0."""
         self._notes.step(epoch + 1, global_step + 1)
 
     def status_flag(self) -> int:
@@ -100,6 +100,7 @@ class LoopState:
 
         Args:
             cause: cause of a step that was skipped; None if the step was not skipped.
+            lr: learning rate of the step, for the message.
             drain: function that drains the replica, called before an exchange.
 
         Returns:
@@ -126,7 +127,7 @@ class LoopState:
         self.saver = saver
 
     def keeps(self, step: int) -> None:
-        """Note that the newest checkpoint is of this step."""
+        """Record that the newest checkpoint is that of `step`."""
         self.kept_step = step
 
     def position(self, global_step: int) -> Position:
@@ -322,6 +323,7 @@ class Replica:
 
         Args:
             stored: schedules of an earlier run, by parameter group; used if they fit.
+            transport: transport of arrays in device memory between ranks.
 
         Raises:
             CollectiveMismatchError: the schedules of the ranks differ.
@@ -382,7 +384,7 @@ class Replica:
             batch: this rank's share of the step; empty if this rank has no samples.
 
         Returns:
-            The sums of the previous step over all ranks; None if `settle` has returned them.
+            The sums of the previous step over all ranks; None in the first step, or if `settle` has returned them.
 
         Raises:
             ConfigError: an argument has another type, a batch norm has a single value per channel, or the shards require another
@@ -442,10 +444,8 @@ class Replica:
             return None
         if totals.non_finite or not self._agreed.agree(totals.checks):
             self.drain()
-            name, advice = (
-                f"other values in step {self.global_step}",
-                "make lr, the optimizer and the batches the same on all ranks",
-            )
+            name = f"other values in step {self.global_step}"
+            advice = "make lr, the optimizer and the batches the same on all ranks"
             compare(self.groups.messages, Subject(name, advice, self._facts, error=CorruptedStateError))
             self._raise_diverged()
             if self.watch is not None:
@@ -481,7 +481,7 @@ class Replica:
         """Drain, and check the parameters after the last step, before they are evaluated or saved. Collective.
 
         Raises:
-            DivergedError: see `step`.
+            DivergedError, CorruptedStateError: see `step`.
         """
         self.drain()
         if self.averagers and self._finite_at_step != self.global_step:
@@ -523,7 +523,8 @@ class Replica:
             advance: callback, called with the number of samples done.
 
         Raises:
-            DivergedError: see `step`.
+            ConfigError: `loader` or `mirrored` is not a loader.
+            DivergedError, CorruptedStateError: see `step`.
         """
         for name, source in {"loader": loader, "mirrored": mirrored or loader}.items():
             if not (hasattr(source, "epoch") and hasattr(source, "sampler")):

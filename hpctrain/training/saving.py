@@ -197,7 +197,7 @@ class Saver:
         write, the write is repeated a few times and then given up with a warning.
 
         Raises:
-            CheckpointError: the checkpoint cannot be written.
+            CheckpointError, RunOwnedError: a synchronous write has failed; raised on every rank.
         """
         assert self._writing is None, "the previous checkpoint is still being written"
         self._missing = None
@@ -404,7 +404,11 @@ def shards(
     written: Callable[[], None] = _nothing,
     prepare: Callable[[], None] = _nothing,
 ) -> Writing:
-    """Return the `Writing` with which each rank writes a shard to the directory `path`, then rank 0 a manifest. Collective."""
+    """Return the `Writing` with which each rank writes a shard to the directory `path`, then rank 0 a manifest. Collective.
+
+    Args:
+        written, prepare: see `one_file`.
+    """
     rank = world.rank
     growing: Path = world.broadcast_object(partial_path(path, secrets.token_hex(4)))
 

@@ -108,7 +108,7 @@ class Shards:
 
 
 def full_states(averager: GradientAverager, shards: Shards) -> Iterator[tuple[Parameter, dict[str, np.ndarray]]]:
-    """Yield each parameter of the averager with its `full_state`. Call it after a drain; collective if any is sharded or split.
+    """Yield each parameter of the averager with its `full_state`. Call it after a drain; collective if one is sharded or split.
 
     The parts of a split parameter belong to several averaging groups. Because parts differ in size, one group may exchange or
     keep back gradients while another does not. Likewise, all ranks of one group may update their part while the ranks of another
@@ -211,7 +211,7 @@ def take(
     keep: bool = True,
     copied: bool = False,
 ) -> CheckpointContent:
-    """Return the state for a resume, one whole array per tensor. Call it after a drain; collective if any is sharded or split.
+    """Return the state for a resume, one whole array per tensor. Call it after a drain; collective if `full_states` is.
 
     Args:
         keep: False on ranks that do not write: their content has no tensors, and they hold only one whole tensor at a time.
@@ -233,7 +233,7 @@ def take(
 
 
 def statistics_of(network: Network, average: WeightAverage | None) -> dict[str, np.ndarray]:
-    """Return running statistics, and their averages if there are any, by key."""
+    """Return running statistics, and their averages if there are any, by key of a checkpoint."""
     statistics = {statistic_key(name): statistic for name, statistic in network.statistics.views.items()}
     averaged = {} if average is None else average.views
     return statistics | {averaged_statistic_key(name): statistic for name, statistic in averaged.items()}
@@ -324,8 +324,8 @@ def _put_counters(content: CheckpointContent, averagers: Mapping[str, GradientAv
 def _kept_back(content: CheckpointContent, key: str, name: str, network: Network, shards: Shards, holders: int) -> np.ndarray:
     """Return the gradients of parameter `name` that are kept back, (holders, elements of this rank's part).
 
-    They are zeros if the checkpoint has none. If the number of holders is unchanged, each gets its own gradients. Otherwise the
-    first holder gets the sum.
+    They are zeros if the checkpoint has none. If the number of holders is unchanged, each receives its own gradients. Otherwise
+    the first holder receives the sum.
     """
     shape, dtype = shards.whole_shape(name), network.parameter_dtype
     stored = content.tensors.get(key)

@@ -4,11 +4,11 @@ No tensor is gathered. Each rank computes one number for each element that it ac
 rank, and sums these numbers. One allreduce of a few integers adds the sums of all ranks. The hash of an array does not depend on
 how it is split.
 
-The number of an element mixes its bits and its position in the whole array. It is x := position * 2^32 + bits, then twice a
-product with an odd constant modulo 2^64, each followed by x := x xor x >> 32. This function is one-to-one, so that a change of
-one element always changes the hash. If several elements change, the hash remains the same with a probability of 2^-64, as far as
-the mix behaves like random numbers. It does not protect against deliberate collisions. Bellare and Micciancio, "A new paradigm
-for collision-free hashing", EUROCRYPT 1997 (AdHash); the mix resembles that of MurmurHash3.
+Elements are words of 32 bits; a number of 64 bits has two. The number of a word mixes its bits and its position in the array. It
+is x := position * 2^32 + bits, then twice a product with an odd constant modulo 2^64, each followed by x := x xor x >> 32. This
+function is one-to-one, so a change of one word always changes the hash. If several words change, the hash remains the same with a
+probability of 2^-64, as far as the mix behaves like random numbers. It does not protect against deliberate collisions. Bellare
+and Micciancio, "A new paradigm for collision-free hashing", EUROCRYPT 1997 (AdHash); the mix resembles that of MurmurHash3.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def digest(total: int, shape: Sequence[int], dtype: str) -> str:
 
 
 def hash_of(values: np.ndarray) -> str:
-    """Return the hash of a whole array in host memory, for example a tensor of a checkpoint."""
+    """Return the hash of a whole array in host memory with elements of 4 or 8 bytes, for example a tensor of a checkpoint."""
     flat = np.ascontiguousarray(values).reshape(-1)
     position = PartPosition.of(values.shape, tuple((0, size) for size in values.shape))
     return digest(ElementHash().sum_of(flat, 0, position), values.shape, str(values.dtype))

@@ -93,7 +93,7 @@ class TracingHooks(StepHooks):
 
 
 class Sum(Protocol):
-    """Interface of the sum of one group's gradients over the parts of a step."""
+    """Interface of the sum of one group's gradients over the parts of a step, the passes over some of its samples."""
 
     def buffer_for(self, parameter: Parameter, part: int) -> Array:
         """Return the buffer for the gradient of one parameter over a part."""
@@ -103,7 +103,7 @@ class Sum(Protocol):
         """Begin a step."""
 
     def add(self, parameter: Parameter, part: int) -> None:
-        """Add the gradient of one parameter over a part other than the last."""
+        """Add the gradient of one parameter over a part other than the last to the sum."""
 
     def end_pass(self) -> None:
         """End the pass over a part other than the last."""
@@ -152,12 +152,7 @@ class AveragingHooks(StepHooks):
     order.
     """
 
-    def __init__(
-        self,
-        averagers: Mapping[str, GradientAverager],
-        progress: ProgressEngine,
-        parts: int,
-    ) -> None:
+    def __init__(self, averagers: Mapping[str, GradientAverager], progress: ProgressEngine, parts: int) -> None:
         self._owner = {name: averager for averager in averagers.values() for name in averager.group.parameters}
         self._progress, self._parts = progress, parts
         self._sums: list[Sum] = []
@@ -335,10 +330,7 @@ class TrainingStep:
     def _add_to_message(
         self, global_step: int, loss: LossHandle, statistics: Fetch, check: FiniteCheck | None, group_count: int
     ) -> None:
-        """Wait for the results that were copied to the host during backward, and add them to the message.
-
-        See `TrainingStep` for all waits of a step for a device.
-        """
+        """Wait for the results that were copied to the host during backward, and add them to the message."""
         sums = loss.result()
         terms = self._network.statistics.weighted(sums.count, group_count, statistics.result())
         not_finite = self._network.statistics.not_finite(terms)

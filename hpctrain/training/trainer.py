@@ -63,7 +63,7 @@ class Cadence:
 
     @classmethod
     def of(cls, config: Config, steps: int = 0) -> Cadence:
-        """Return the cadence of a configuration."""
+        """Return the cadence of a configuration, which stops the run after `steps` steps; 0: no limit."""
         stop = config.early_stop
         return cls(
             epochs=config.epochs,
@@ -141,7 +141,7 @@ class Trainer:
         self._steps_run = 0
 
     def run(self, position: Position) -> Outcome:
-        """Train from `position` to the last epoch, or until a rank is asked to stop.
+        """Train from `position` until the last epoch, early stopping, a limit, `end_after` or a stop request ends the training.
 
         Raises:
             DivergedError: a loss, parameter, gradient or statistic is not finite and the run cannot go back, or too many

@@ -43,6 +43,7 @@ class AgreedChecksums:
 
     Args:
         alike: by kind, groups of positions that must have the same checksum; each position is in one group of a kind.
+        position: position of this rank.
 
     Attributes:
         size: number of elements of a message.
@@ -130,11 +131,12 @@ class RankReport:
 def difference(
     reports: Sequence[RankReport], alike: Sequence[Sequence[Sequence[int]]], world_ranks: Sequence[int], step: int
 ) -> tuple[str, tuple[int, ...]]:
-    """Return a sentence about the first fault in the reports, and the wrong ranks. Faults that a rank found itself come first.
+    """Return text about the first fault in the reports, and the wrong ranks. Faults that a rank found itself come first.
 
     Args:
         reports: reports by position; at least one contains a fault.
         alike: by kind, groups of positions that must hold the same values.
+        world_ranks: rank in the world of each position.
         step: number of steps done when the checksums were taken.
     """
     for report, rank in zip(reports, world_ranks, strict=True):
@@ -207,7 +209,7 @@ class _Taken:
         self._kinds = [(list[str](), list[bool](), list[Fetch]()) for _ in range(_KINDS)]
 
     def add(self, kind: int, names: Sequence[str], fetches: Sequence[Fetch], owned: Sequence[bool] = ()) -> None:
-        """Add the sums of some arrays, of which this rank owns none by default."""
+        """Add pending sums of the arrays `names`, held alike by the ranks of a kind. By default this rank owns none of them."""
         lists = self._kinds[kind]
         lists[0].extend(names)
         lists[1].extend(owned or [False] * len(names))

@@ -19,11 +19,7 @@ from typing import Any
 import numpy as np
 
 from hpctrain.averaging.base import Agreement, AveragerSetup, GradientAverager, PlannedGroup, StrategyCosts, check_at_least_one
-from hpctrain.averaging.collective_schedule import (
-    EventKind,
-    OperationKind,
-    Stream,
-)
+from hpctrain.averaging.collective_schedule import EventKind, OperationKind, Stream
 from hpctrain.averaging.reduce_scatter import ReduceScatterAverager
 from hpctrain.averaging.strategies.sharded import Sharded, ShardedOptions
 from hpctrain.comm.base import Array, Communicator, Complete, Handle
@@ -37,7 +33,7 @@ _NUMBERS = 3  # |f|^2, |G|^2 and |f - G|^2
 def next_interval(interval: int, steps: int, latest: float, total: float, difference: float, most: int) -> int:
     """Return the next interval, given the squared norms of one averaging.
 
-    If both conditions of the paper hold, it grows by one. If both fail, it shrinks by one, down to 1. Otherwise it stays.
+    If both conditions of the paper hold, it grows by one, up to `most`. If both fail, it shrinks by one, down to 1.
 
     Args:
         steps: number of gradients that were accumulated.
@@ -76,6 +72,7 @@ class LazyInterval:
 
     Args:
         comm: communicator of all ranks that hold a part or a copy of the network.
+        members: number of parameter groups.
         check_every: number of averagings from one comparison to the next.
 
     Attributes:

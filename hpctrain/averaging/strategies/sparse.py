@@ -56,7 +56,7 @@ def sparse_pays(elements: int, nodes: int, item_bytes: int, link: LinkModel, kep
 
 @dataclass(frozen=True)
 class SparseSettings:
-    """Options of `sparse` that do not affect the schedule.
+    """Options of `sparse` that its averager uses.
 
     Attributes:
         density: final density.
@@ -117,9 +117,9 @@ class SparsePart:
         self._buffer = np.empty(comm.size * self._top.message_size, np.uint8)
 
     def send(self, gradient: np.ndarray, step: int) -> Handle:
-        """Choose the elements to send from the gradient (size,) and the residual, and post their allgather.
+        """Choose the elements to send from the residual plus the gradient (size,) or its momentum, and post their allgather.
 
-        Non-finite elements are always chosen, so that they reach every node.
+        Non-finite elements are chosen first, so that at least one of them reaches every node.
         """
         kept = self._compression.kept(self._size, self._settings.density_at(step))
         if kept != self._top.kept:
@@ -201,10 +201,7 @@ class SparseOperations(OwnerOperations):
         self._added.clear()
 
     def undo(self) -> None:
-        """Note that the last step was undone.
-
-        The residuals of an earlier run that the last step had added are added again in the next step.
-        """
+        """Restore the residuals of an earlier run that the last step has added, so that the next step adds them again."""
         self._left |= self._added
 
     def kept_back(self) -> list[np.ndarray]:
@@ -486,7 +483,7 @@ class Sparse(ReduceScatterStrategy):
     overlap.
 
     Raises:
-        ConfigError: several ranks are all on one node.
+        ConfigError: several ranks are all on one node, and two_level is true.
         OptionError: momentum correction is combined with an optimizer's momentum.
     """
 
