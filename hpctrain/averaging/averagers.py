@@ -87,8 +87,8 @@ class AveragerChoice:
         """
         if group.needs_norms and not strategy.adds_norms:
             raise ConfigError(
-                f"The averager {self.name} computes no norms (its class does not set adds_norms), which optimizer.clip_norm and "
-                f"lars require; remove clip_norm and use sgd, or use another averager."
+                f"The averager {self.name} computes no norms (its class does not set adds_norms), which optimizer.clip_norm, "
+                f"lars and lamb require; remove clip_norm and use sgd, adam or adamw, or use another averager."
             )
         if group.shards is None:
             return

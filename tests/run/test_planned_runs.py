@@ -539,11 +539,15 @@ def test_efficiency_is_that_of_bench_scaling() -> None:
 TWO_ROWS = ("model={name: vgg11, width: 0.05}", "batch=14", "backend=numpy", "grid.rows=2", "grid.cols=1")
 SPLIT = ("plan.classifier.*=model",)
 WHOLE = ("plan.features.*=domain",)
-NORMS = {"lars": "optimizer={name: lars, lr: 0.1}", "clipping": "optimizer={name: sgd, lr: 0.1, clip_norm: 1.0}"}
+NORMS = {
+    "lars": "optimizer={name: lars, lr: 0.1}",
+    "lamb": "optimizer={name: lamb, lr: 0.1}",
+    "clipping": "optimizer={name: sgd, lr: 0.1, clip_norm: 1.0}",
+}
 NO_NORMS = "optimizer={name: sgd, lr: 0.1}"
 SENTENCE = (
-    "The averager plain computes no norms (its class does not set adds_norms), which optimizer.clip_norm and lars require; "
-    "remove clip_norm and use sgd, or use another averager."
+    "The averager plain computes no norms (its class does not set adds_norms), which optimizer.clip_norm, lars and lamb require; "
+    "remove clip_norm and use sgd, adam or adamw, or use another averager."
 )
 #: a strategy of somebody's own that has never heard of norms
 PLAIN_STRATEGY = """
