@@ -127,8 +127,7 @@ class CollectiveSchedule:
         Raises:
             CheckpointError: the text is not a schedule.
         """
-        advice = "delete it, and the next run measures it again"
-        with errors_as(CheckpointError, lambda why: f"Cannot read a stored schedule ({why}); {advice}."):
+        with errors_as(CheckpointError, lambda why: f"A schedule in the checkpoint cannot be read ({why}); use an older one."):
             values: dict[str, Any] = json.loads(text)
             slices = tuple(map(_stored_slice, values.pop("slices")))
             rounding = Rounding(**values.pop("rounding")) if "rounding" in values else None

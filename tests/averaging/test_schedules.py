@@ -76,7 +76,7 @@ def test_json_restores_the_same_schedule_and_the_table_names_every_operation(str
 
 @pytest.mark.parametrize("text", ["", "{}", "[1]", '{"slices": [{}], "operations": []}'])
 def test_text_that_is_no_schedule_is_refused(text: str) -> None:
-    with pytest.raises(CheckpointError, match="measures it again"):
+    with pytest.raises(CheckpointError, match="A schedule in the checkpoint cannot be read"):
         CollectiveSchedule.from_json(text)
 
 
