@@ -182,7 +182,7 @@ class Saver:
             return True
         if any(state.busy for state in states):
             self._missing = (
-                f"The checkpoint of step {step} is skipped, because the checkpoint of step {before.step} is still being written"
+                f"The checkpoint of step {step} was skipped, because the checkpoint of step {before.step} was still being written"
             )
             self._warn(step, f"{self._missing}.")
             return False

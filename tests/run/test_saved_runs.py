@@ -151,7 +151,7 @@ def test_a_disk_that_hangs_does_not_end_the_training_and_is_reported_at_its_end(
     outcome = train(folder, 0, *more, fault="time.sleep(1000)")
     assert outcome.code == 2, outcome.output
     assert "epoch 2/2" in outcome.stdout
-    assert "is skipped, because the checkpoint of step 5 is still being written" in whole_lines(outcome.output)
+    assert "was skipped, because the checkpoint of step 5 was still being written" in whole_lines(outcome.output)
 
 
 RANKS = (1, 2, 3, 6)
