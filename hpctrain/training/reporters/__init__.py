@@ -19,7 +19,7 @@ def make_reporter(name: str, options: Mapping[str, Any], directory: Path, done_s
         done_steps: number of steps done by earlier parts of the run.
 
     Raises:
-        ConfigError: there is no reporter of this name, it rejects an option, or a package that it needs is not installed.
+        ConfigError: there is no reporter of this name, it rejects an option, or a package that it needs cannot be imported.
     """
     accepted = parameters_of(REPORTERS.find(name))
     given = {"directory": directory, "done_steps": done_steps}

@@ -30,7 +30,7 @@ class TensorBoard(Reporter):
         done_steps: number of steps done by earlier parts of this run; TensorBoard hides records of these parts after this step.
 
     Raises:
-        ConfigError: tensorboardX is not installed.
+        ConfigError: tensorboardX cannot be imported.
     """
 
     def __init__(self, directory: Path, done_steps: int = 0) -> None:
@@ -178,13 +178,13 @@ def tensorboard_writer() -> Any:
     Call it before MPI starts as well: tensorboardX imports PyTorch if it is installed, and PyTorch starts processes.
 
     Raises:
-        ConfigError: tensorboardX is not installed.
+        ConfigError: tensorboardX cannot be imported.
     """
     try:
         from tensorboardX.event_file_writer import EventsWriter
     except ImportError as error:
         raise ConfigError(
-            "The reporter tensorboard (metrics.tensorboard) needs tensorboardX, which is not installed; "
+            f"The reporter tensorboard (metrics.tensorboard) needs tensorboardX, which cannot be imported ({error}); "
             "install hpctrain[export], or disable the reporter."
         ) from error
     return EventsWriter
