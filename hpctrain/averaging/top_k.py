@@ -215,7 +215,7 @@ class TopK(Compressor):
         super().__init__(size, dtype)
         if not 0 <= size < 2**31:
             raise ValueError(
-                f"An array has {size} elements, but must have at most {2**31 - 1}, because positions are 32-bit integers."
+                f"An array has {size} elements, but must have from 0 to {2**31 - 1}, because positions are 32-bit integers."
             )
         self._seed, self._step = tuple(seed), 0
         self._selection = Selection(dtype) if scratch is None else scratch
