@@ -1,4 +1,4 @@
 """What a configuration describes: the names and options of registries, the model and its plan, and images with their files.
 
-`checks` has the rules between values. Nothing here communicates or needs the number of ranks. Read `recipe` first.
+`faults` has the rules between values. Nothing here communicates or needs the number of ranks. Read `recipe` first.
 """

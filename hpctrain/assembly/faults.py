@@ -1,7 +1,7 @@
 """Faults of a configuration that need neither data nor MPI: names, options, and values that must fit together.
 
-Checks that need the number of ranks or the images are made when a run is built. Options that backend cuda does not support are
-checked again if backend auto selects a GPU.
+Checks that need the number of ranks or the images are made when a run is built. If backend auto then selects a GPU,
+`check_device` checks the options that backend cuda does not support.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from hpctrain.training.passes import backend_fault, split_fault, statistics_faul
 
 _HOST_SETS = 'or backend to "onednn" or "numpy"'
 
-#: with a kernel set whose loss has one label per sample
+#: sentence on `data.mixing` with kernels whose loss takes one label per sample
 MIXING_FAULT = (
     "data.mixing mixes labels, but the loss of backend cuda does not support mixed labels yet; set data.mixing.mixup and "
     f"data.mixing.cutmix to 0, {_HOST_SETS}."
 )
-#: with a device, whose work a single thread enqueues
+#: sentence on `progress: thread` with a device, whose work a single thread enqueues
 PROGRESS_FAULT = (
     "progress is thread, but backend cuda enqueues kernels and copies of messages from a single thread; set progress to test, "
     f"{_HOST_SETS}."
@@ -80,7 +80,7 @@ def check_config(config: Config, source: Source) -> Recipe:
 
 
 def refusal(path: KeyPath, name: str) -> str | None:
-    """Return the error message for the name of a section; None if its registry has the name."""
+    """Return the error message for the name of a section at `path` that cannot be used; None if it can."""
     try:
         choice(kind_of(path), name)
     except ConfigError as error:

@@ -181,7 +181,7 @@ def training_images(config: Config, opened: ImageFile, known: DataFacts | None) 
             none.
 
     Raises:
-        DataError: the file has other classes than the known ones, or another number of channels.
+        DataError: the file has other classes than `known`, another number of channels, or too few samples (`validation_split`).
     """
     file, split, notes = opened, validation_split(config, opened), list[str]()
     held_out = None if split is None else split.validation
@@ -332,9 +332,9 @@ def make_pipeline(config: Config, augment: tuple[AugmentConfig, ...], data: Data
 
 
 def check_single_values(recipe: Recipe) -> str:
-    """Raise if a batch norm has a single value per channel in every step of a training on a grid, whose images are known.
+    """Raise if a batch norm has a single value per channel in every step of the training of a recipe, which has a grid.
 
-    Return a warning if only the last step of an epoch has one. Otherwise, or if a section is "auto", return "".
+    Return a warning if only the last step of an epoch has one; else "", also if a section is "auto" or the images are unknown.
 
     Raises:
         ConfigError: the message names the layer, and how to change the configuration.

@@ -72,8 +72,8 @@ class Choice:
 
     Attributes:
         sentence: description.
-        options: options in the constructor's order, without those that follow from the data.
-        family: name that shares these options.
+        options: options in the constructor's order, without those that the program sets, follow from the data or are `fixed`.
+        family: name of the family of models that has these options; `name` itself if there is no family.
         fixed: options of the family whose values this name fixes.
     """
 

@@ -224,7 +224,7 @@ def check_batch(batch: int, rows: int, cols: int) -> None:
 
 
 def with_defaults(config: Config) -> Config:
-    """Return the configuration with defaults in the sections that are `auto`: a run on a grid of one row."""
+    """Return the configuration with defaults in the sections that are `auto`, such as a grid of one row."""
     defaults = {"grid": GridConfig(), "plan": PlanConfig(), "averager": AveragerConfig()}
     return config.model_copy(update={section: defaults[section] for section in config.automatic})
 

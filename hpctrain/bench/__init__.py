@@ -1,5 +1,4 @@
 """Measurements for users: one network, the data pipeline, and scaling over ranks.
 
 The commands of `hpctrain bench` and the developers' programs in `benchmarks/` import this package. Read `engine.py` first.
-`interleaved.py` runs processes in turn, so that their measurements are comparable.
 """

@@ -54,7 +54,7 @@ class DataRates:
         shape: (H, W, C) of the stored images.
         decodes: whether reading includes decoding.
         stages: rates of all stages; a stage that always runs in one thread appears only once.
-        needed: images per second that the step needs; None: no step was timed.
+        needed: images per second that a step of `model` with `step_threads` threads needs; None: no step was timed.
     """
 
     images: int
@@ -130,11 +130,7 @@ def _pipeline(config: Config, augment: tuple[AugmentConfig, ...], facts: DataFac
 def _stages(
     config: Config, file: ImageFile, pipelines: dict[int, Pipeline], plain: dict[int, Pipeline], images: int
 ) -> dict[tuple[str, int], PipelineStage]:
-    """Return the timed work by (stage, threads); "prepare" is augmentation and normalisation together.
-
-    Args:
-        plain: pipelines that only normalise.
-    """
+    """Return the timed work by (stage, threads); "prepare" is augmentation and normalisation, and `plain` only normalises."""
     shape = next(iter(pipelines.values())).output_shape(*file.shape)
     sampler = Sampler(len(file), images, seed=config.seed, shuffle=True)
     pixels, raw = file.pixels, np.empty((images, *file.shape), np.uint8)
@@ -214,10 +210,7 @@ def _rate(seconds: float, cpu_seconds: float, images: int) -> tuple[float, float
 
 
 def _needed(config: Config, file: ImageFile, shape: tuple[int, int, int]) -> float | None:
-    """Return the rate of training steps alone, in images per second.
-
-    The result is None if the images are not square or the dtype is not float32.
-    """
+    """Return the images per second of training steps alone; None if images are not square or the dtype is not float32."""
     if shape[0] != shape[1] or config.dtype != "float32":
         return None
     options = Recipe.of(config, ImageFacts((shape,), len(file.class_names))).model_options

@@ -41,7 +41,7 @@ class PrimitiveTime:
         kind: kind of the primitive, such as "convolution".
         implementation: name of its code, such as "brgconv:avx512_core".
         propagation: phase of the step, such as "forward_training".
-        problem: shape in oneDNN's notation.
+        memory, problem: formats and shape of its arrays, in oneDNN's notation.
     """
 
     kind: str
@@ -293,7 +293,7 @@ def layer_table(measured: Measurement) -> Table:
 
 
 def _milliseconds(seconds: float) -> str:
-    """Return a time in milliseconds as text, with at most five characters for times below 100 s, so that tables stay narrow."""
+    """Return a time in milliseconds as text with about four digits, so that tables stay narrow."""
     value = seconds * 1e3
     decimals = next((3 - power for power in range(3) if value < 10 ** (power + 1)), 0)
     return f"{value:.{decimals}f}"

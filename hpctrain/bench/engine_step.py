@@ -155,7 +155,7 @@ class LayerTime:
     """Median seconds of an operator's phases, and the number of its floating-point operations: in forward, and in all phases.
 
     Attributes:
-        parameters_seconds: time of the gradients of parameters.
+        parameters_seconds, input_seconds: times of the gradients of the parameters and of the input.
     """
 
     name: str
@@ -255,9 +255,9 @@ class Turn:
     """Measurement of one turn of a process, over all its steps.
 
     Attributes:
+        finite: whether the losses of all steps are finite.
         loss: mean loss of the last step.
-        cpu_before_seconds: CPU clock of the process before the turn.
-        cpu_after_seconds: CPU clock of the process after the turn.
+        cpu_before_seconds, cpu_after_seconds: CPU clock of the process before and after the turn.
     """
 
     wall_seconds: float

@@ -41,7 +41,9 @@ class ScalingStudy:
 
     Attributes:
         mode: "weak" or "strong"; if weak, the configured batch is the batch of each rank.
+        steps: number of steps of a job.
         launcher: command that contains "{ranks}"; None: mpiexec.
+        threads: number of threads per rank; None: as configured, else the cores divided by the ranks of the largest job.
     """
 
     file: Path
@@ -59,6 +61,7 @@ class Point:
 
     Attributes:
         batch: samples of a step over all ranks.
+        compute_only_seconds: time of a step without communication, on the slowest rank.
         communication_seconds: time of communication, mean over ranks.
         exposed_seconds: time of communication that no computation hides, mean over ranks.
         limit_seconds: lower limit of the time of a step: the time of the exchange, or the time in which a core computes and
@@ -91,7 +94,7 @@ def run(task: ScalingStudy, ranks: Sequence[int], *, say: Callable[[str], None] 
 
     Raises:
         ConfigError: the configuration cannot be used.
-        LaunchError: a job failed; the message contains the end of its output.
+        LaunchError: a job cannot be started, fails or takes too long; if it fails, the message contains the end of its output.
     """
     config = load_checked(task.file, task.overrides)
     threads = task.threads if task.threads is not None else _threads(config, task, max(ranks))

@@ -145,7 +145,7 @@ def prune(path: Path, keep: int, drop_best: bool) -> None:
 
 
 def files_of(path: Path) -> list[tuple[int, Path]]:
-    """Return (step, file) of the checkpoints at a path, oldest first; at least one.
+    """Return (step, file) of the checkpoints at a path, oldest first; at least one. A file named without a step has step 0.
 
     Raises:
         CheckpointError: there are no checkpoints.

@@ -144,7 +144,7 @@ _AT_ONCE = 16  # number of pictures printed together
 
 
 def print_lines(predictions: Predictions, *, visible: bool) -> list[Path]:
-    """Print a JSON object for each picture once it is predicted, if `visible`; return the files without one. Collective."""
+    """Print a JSON object for each picture once it is predicted, if `visible`; return those without a prediction. Collective."""
     broken = []
     for picture in predictions.answers:
         if picture.error is not None:
@@ -186,7 +186,7 @@ def write_predictions(predictions: Predictions, *, path: Path, visible: bool) ->
 
 
 def print_table(predictions: Predictions, *, visible: bool) -> list[Path]:
-    """Print the most probable classes of each picture, one per line, if `visible`; return the unreadable files. Collective."""
+    """Print each picture's most probable classes, one per line, if `visible`; return those without a prediction. Collective."""
     broken = []
     form = _Form(predictions.class_names)
     if visible:

@@ -329,7 +329,7 @@ class _Choice:
     def read(self) -> tuple[Config, Source]:
         """Return the selected configuration and its source.
 
-        Settings that depend on the training's ranks, machine or duration are reset to their defaults.
+        The training's settings of ranks, machine and duration are replaced (see `FRESH`).
         """
         set_threads(detect(os.environ), None)  # before NumPy is loaded: reading a checkpoint needs it
         from hpctrain.run.stored_run import FRESH, find_run

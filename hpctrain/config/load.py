@@ -244,7 +244,9 @@ _REMOVED: Mapping[KeyPath, tuple[Any, str]] = {
 
 
 def _drop_removed(data: Any, source: Source, *, stored: bool) -> None:
-    """Delete removed keys and `progress: auto` if they have their former default, or if an earlier release has stored them.
+    """Delete removed keys and `progress: auto` if they have their former default, or if a run has stored them (`stored`).
+
+    In a stored configuration, the removed wire type float16 becomes bfloat16.
 
     Raises:
         ConfigError: removed keys have other values.

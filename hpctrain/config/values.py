@@ -179,11 +179,7 @@ ClassWeights = Annotated[Literal["balanced"] | tuple[Annotated[Number, Field(gt=
 
 
 def or_shorthand(alternative: dict[str, Any]) -> Callable[[dict[str, Any]], None]:
-    """Return a function that adds an alternative notation to the JSON schema of a section.
-
-    Args:
-        alternative: JSON schema of the notation.
-    """
+    """Return a function that adds an alternative notation, described by its own JSON schema, to the JSON schema of a section."""
 
     def add(schema: dict[str, Any]) -> None:
         whole = dict(schema)

@@ -34,7 +34,6 @@ def plain_table(*titles: str, left: int = 1, gap: int = 2, bold: bool = False, w
     """Return a table without lines. Without titles it has neither a header nor columns; add these with `add_column`.
 
     Args:
-        titles: titles of the columns.
         left: number of leading columns of words, which are folded; the other columns hold numbers, aligned right and not folded.
         gap: number of blanks between columns.
         bold: whether titles are bold.

@@ -1,7 +1,7 @@
 """Errors that a user can cause and fix.
 
-Each message is one full sentence with the value and the rule. All ranks raise these errors alike before
-any communication, so that no rank is left waiting for another.
+A message is one or more full sentences, with the value and the rule. An error that a single rank detects is raised on all ranks
+(`comm.base.raise_on_all_ranks`), so that no rank is left waiting for another.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class MissingLibraryError(LaunchError):
 
 
 class CheckpointError(HpctrainError):
-    """Error for a checkpoint that is missing, damaged, or belongs to another model."""
+    """Error for a checkpoint that is missing, damaged, does not fit the model or the run, or cannot be written."""
 
 
 class CheckpointRemovedError(CheckpointError):

@@ -175,7 +175,7 @@ def read_bytes(path: str | Path, most: int = RECORD_BYTES, *, pipes: bool = Fals
         own: whether hpctrain derives the name; see `open_own`.
 
     Raises:
-        OSError: the file cannot be opened (see `open_regular`), cannot be read, or is too large.
+        OSError: the file cannot be opened (see `open_regular` and `open_own`), cannot be read, or is too large.
     """
     descriptor = open_own(path) if own else open_regular(path, pipes=pipes)
     try:

@@ -47,7 +47,7 @@ def whole(shape: Sequence[int]) -> Box:
 
 
 def shape_of(box: Box) -> tuple[int, ...]:
-    """Return the length of a box in every dimension; 0 if it is empty."""
+    """Return the length of a box in every dimension; 0 in dimensions in which it is empty."""
     return tuple(max(0, stop - start) for start, stop in box)
 
 
@@ -138,9 +138,9 @@ def _within(node: Interval, terms: Interval) -> Iterator[Interval]:
 
 
 def additions(nodes: Sequence[Interval], size: int) -> tuple[TreeAddition, ...]:
-    """Return the additions of a tree over `size` terms that need only these neighbouring nodes, each as early as possible.
+    """Return the additions of a tree over `size` terms that need only `nodes`, which are neighbours, each as early as possible.
 
-    The sums that remain are the nodes of `cover`. Each is stored at the position of its first node.
+    The sums that remain are the nodes of `cover`. Each is stored at the position of its first node in `nodes`.
     """
     steps: list[TreeAddition] = []
     if nodes:

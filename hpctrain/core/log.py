@@ -68,7 +68,7 @@ class RankLog(logging.Handler):
         self._wake.set()
 
     def flush(self) -> None:
-        """Wait until all lines are written, for at most a second."""
+        """Wait until all lines are written or a write has failed, for at most a second."""
         if self._thread is not None and self._thread is not threading.current_thread():
             deadline = time.monotonic() + _LAST_SECONDS
             while self._waiting and not self._refused and time.monotonic() < deadline:
@@ -165,7 +165,7 @@ _YELLOW, _RED, _PLAIN = "\x1b[33m", "\x1b[31m", "\x1b[0m"
 
 
 def configure(rank: int, size: int | None = None, *, level: int = logging.INFO) -> None:
-    """Send the package's log to stderr: all records of rank 0, and warnings and errors of other ranks, with their rank and host.
+    """Send the package's log to stderr: records of rank 0 from `level` on, and marked warnings and errors of the others.
 
     A rank that keeps a log file (`begin_rank_log`) also writes all records to it.
 
@@ -199,7 +199,7 @@ def restored() -> Iterator[None]:
 
 
 def leave_warnings_to_rank_0(rank: int) -> None:
-    """Suppress Python's own warnings, which all ranks raise alike, on terminals of ranks other than 0; log files have them."""
+    """Suppress Python's own warnings, which all ranks raise alike, on stderr of ranks other than 0, unless -W is set."""
     if rank == 0 or sys.warnoptions:
         return
     warnings_log, kept = logging.getLogger("py.warnings"), current_rank_log()

@@ -129,8 +129,8 @@ class Registry(Generic[T]):
     def refusals(self, name: str) -> Iterator[None]:
         """Convert an exception of user code into a ConfigError (context manager).
 
-        An HpctrainError passes; if a call in user code raised it, its message also names the line of this call. Bugs of hpctrain
-        pass unchanged.
+        An HpctrainError passes. Unless it is an OptionError, its message also names the line of the call in user code that raised
+        it. Bugs of hpctrain pass unchanged.
 
         Raises:
             ConfigError: user code raised an exception; a ValueError of its own `raise` statement means that a value is invalid.
@@ -196,7 +196,6 @@ def check_options(
     If `entry` has `Options`, the only keyword is `options`.
 
     Args:
-        entry: class or function.
         label: name of the entry in messages, such as 'optimiser "sgd"'.
         reserved: keywords that the program sets.
 

@@ -338,7 +338,6 @@ def nearest(name: str, names: Iterable[str], cutoff: float = _CUTOFF) -> str | N
     """Return the nearest of `names`; None if no name is similar.
 
     A very similar name comes first, then a name that this word of the field means (see `synonyms`), then the most similar one.
-
     The case of letters is ignored. Among equally similar names, the one with the longest common beginning is returned, then the
     first in alphabetical order.
 

@@ -73,12 +73,12 @@ def is_reference(name: str) -> bool:
 
 
 def search_next_to(file: Path) -> None:
-    """Also search for modules and files in the directory of this configuration file."""
+    """Also search for modules and files in the directory of this configuration file, instead of that of an earlier call."""
     _config_folders[:] = [file.parent]
 
 
 def folder_with(path: Path) -> Path | None:
-    """Return the directory of the configuration file or its parent, if a relative path exists in one of them; else None."""
+    """Return the directory of the configuration file, or its parent, in which `path` is a file; None if neither has the file."""
     folders = (folder for known in _config_folders for folder in (known.resolve(), known.resolve().parent))
     return next((folder for folder in folders if (folder / path).is_file()), None)
 
@@ -114,7 +114,7 @@ def digests() -> dict[str, str]:
 
 
 def modules() -> dict[str, str]:
-    """Return the crc32 of the source file of each module of the user that this process has loaded, by module name.
+    """Return the crc32, in hexadecimal, of the source file of each module of the user that this process has loaded, by its name.
 
     The result has neither Python's own modules, installed packages, hpctrain and its test instruments, nor files of references,
     whose modules have no names of their own; see `digests`.

@@ -75,8 +75,9 @@ def read_yaml(text: str, label: str) -> tuple[Any, dict[KeyPath, str]]:
     """Return the document in `text` as plain data, and the position ("label:line") of every key and item. An empty text is None.
 
     Raises:
-        ConfigError: the text is not valid YAML, has a duplicate key, a key that is not a string or lacks the blank after its
-            colon, an alias that contains itself, a tag, or more than `TEXT_BYTES` characters, also with aliases expanded.
+        ConfigError: the text is not valid YAML, has a duplicate key, a key that is no printable string or lacks the blank after
+            its colon, an alias that contains itself, a tag that is unknown or does not fit its value, too many levels, or more
+            than `TEXT_BYTES` characters, also with aliases expanded.
     """
     if len(text) > TEXT_BYTES:
         raise ConfigError(f"{label}: The text has {len(text):,} characters; the maximum is {TEXT_BYTES:,}.")

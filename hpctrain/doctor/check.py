@@ -145,6 +145,8 @@ class JobView:
     """Facts about the job that judges receive.
 
     Attributes:
+        size: number of ranks.
+        hosts, node_of: host name and node number of each rank.
         library: MPI library with its version and thread level; "" if it could not be started.
     """
 

@@ -38,7 +38,9 @@ class DoctorRank:
     """One rank of the doctor's job.
 
     Attributes:
+        read: function that returns the configuration and its positions; None: no configuration was given.
         strict: whether warnings count as faults.
+        seconds: time limit of the job.
         began: time by `time.monotonic` when this rank was started.
     """
 

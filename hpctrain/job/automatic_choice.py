@@ -31,6 +31,7 @@ class PredictedStep:
     """Predicted time of a step.
 
     Attributes:
+        exposed_seconds: time of the step spent waiting for messages.
         measured_share: share of the compute time that is based on measured operators, in [0, 1].
         machine_digest: hash of all numbers of the machine model.
     """

@@ -232,11 +232,11 @@ class Session(StartedRank):
 
 
 def check_sizes(rows: int, cols: int, size: int, batch: int) -> None:
-    """Raise if `size` ranks do not fit a grid, or if a rank of the grid would have no sample of a batch.
+    """Raise if `size` ranks do not fit a grid, or if a rank of a grid of one row would have no sample of a batch.
 
     Raises:
         ShapeError: the number of ranks is not the product of the grid's rows and columns.
-        ConfigError: the batch has fewer samples than ranks that share them.
+        ConfigError: the batch has fewer samples than the ranks of a grid of one row.
     """
     try:
         check_grid(rows, cols, size)

@@ -1,8 +1,8 @@
 """Turn exceptions of commands and programs into text and exit codes, and end the job.
 
-An error that the user can fix is printed as sentences, once per job. An error of the user's code is printed as a sentence and the
-frames of this code, a bug with its traceback. In all cases all ranks end. This is the only module that turns an exception into
-text. Commands and the functions that they call raise errors, and neither catch nor print them.
+An error that the user can fix is printed as sentences, once per job, or once per node if its ranks cannot start. An error of the
+user's code is printed as a sentence and the frames of this code, a bug with its traceback. In all cases all ranks end. No other
+module turns an exception into text: commands and the functions that they call raise errors, and neither catch nor print them.
 """
 
 from __future__ import annotations
@@ -95,8 +95,7 @@ def job_ends_on_error(
 
     Args:
         rank: callback that returns this process's rank (0 before it has one).
-        abort: callback that ends the job; it may return if there is only one process.
-        failed: callback, called with the error at once.
+        abort, failed: as for `user_errors_end_in_sentences`.
     """
     try:
         with user_errors_end_in_sentences(rank, abort, failed):

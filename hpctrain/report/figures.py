@@ -61,11 +61,7 @@ class Drawing:
 
 
 def check_matplotlib() -> None:
-    """Raise unless figures can be drawn.
-
-    Raises:
-        ConfigError: matplotlib is not installed.
-    """
+    """Raise ConfigError unless matplotlib is installed, with which figures are drawn."""
     if importlib.util.find_spec("matplotlib") is None:  # no import: it would load NumPy before the threads are set
         raise ConfigError('Reports need matplotlib, which is not installed; run pip install "hpctrain[export]".')
 

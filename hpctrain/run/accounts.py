@@ -80,7 +80,7 @@ def step_line(measured: StepParts, predicted: PredictedStep | None = None) -> st
 
 
 def decimals(seconds: float) -> int:
-    """Return how many decimals a time needs, in milliseconds, to show three significant digits."""
+    """Return how many decimals, at most 3, a time needs in milliseconds to show three significant digits."""
     return max(0, min(3, 2 - math.floor(math.log10(max(seconds * 1e3, 1e-3) * (1 + 5e-4)))))
 
 

@@ -60,6 +60,7 @@ class StepEvaluation:
     """Means over the evaluated set after a training step.
 
     Attributes:
+        epoch: number of finished epochs.
         loss, top1, top5: loss, and accuracies as fractions; None if not finite.
         ema_loss, ema_top1, ema_top5: the same measures of the averaged weights; None if not finite or not evaluated.
     """
@@ -129,6 +130,7 @@ class BestCheckpoint:
     """Keeper of the best checkpoint of a run, on the rank that writes files. Its methods do not communicate.
 
     Args:
+        directory: directory of the checkpoints.
         evaluated: split that is evaluated, "validation" or "test".
     """
 

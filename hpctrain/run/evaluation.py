@@ -146,7 +146,7 @@ def existing_checkpoint(session: Session, source: str) -> tuple[Path, Checkpoint
     """Return the path and the content of the checkpoint that `source` names. Collective.
 
     Raises:
-        CheckpointError: there is no checkpoint.
+        CheckpointError: there is no intact checkpoint.
     """
     output, name = session.config.output, session.config.name
     there = find_checkpoint(session.world, output, name, source)

@@ -32,7 +32,7 @@ SKIP = "skip"
 
 
 def set_policy(session: Session, images: Images) -> None:
-    """Set how unreadable samples of a data file are handled, from the configuration. The call has no effect on synthetic images.
+    """Set how unreadable samples of a data file are handled, from the configuration. Synthetic images are always readable.
 
     Raises:
         ConfigError: samples may be skipped, but ranks share samples, so no rank can replace a sample alone.
@@ -53,11 +53,7 @@ def set_policy(session: Session, images: Images) -> None:
 
 
 def check_skip(config: Config, split_size: int) -> None:
-    """Raise if samples may be skipped although ranks share samples.
-
-    Raises:
-        ConfigError: `data.on_unreadable` is "skip" and `split_size` is greater than 1.
-    """
+    """Raise ConfigError if `data.on_unreadable` is "skip" although `split_size` ranks, more than one, share samples."""
     if config.data.on_unreadable == SKIP and split_size > 1:
         raise ConfigError(
             f"data.on_unreadable is skip, but grid.rows is {split_size}, and ranks that share samples cannot replace one; "

@@ -41,7 +41,7 @@ def try_transport(config: Config | None, launcher: Launcher) -> str | None:
 def choose_transport(
     config: Config, world: Communicator, arithmetic: Arithmetic, found: str | None
 ) -> tuple[Transport, tuple[str, ...]]:
-    """Return the transport, and the line of the run's log with the reason; no line if no messages are sent. Collective.
+    """Return the transport, and the line of the run's log with the reason; no line on one rank or without GPUs. Collective.
 
     Args:
         found: result of `try_transport` on this rank.

@@ -49,6 +49,7 @@ class ModelWeights:
     Attributes:
         image_shape: input shape (H, W, C); None if unknown.
         state: tensors in torchvision's names, layouts and order, with counters of batch norms if the source has them.
+        metadata: facts about model and training, which a file stores next to the tensors (see `_metadata`).
     """
 
     model: Layer

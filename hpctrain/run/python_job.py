@@ -51,11 +51,7 @@ from hpctrain.training.saving import Saver, one_file, shards
 
 
 def check_shape(shape: tuple[int, ...], replica: Replica) -> None:
-    """Raise unless a replica accepts images of a shape (H, W, C).
-
-    Raises:
-        ShapeError: the replica accepts images of another shape.
-    """
+    """Raise ShapeError unless a replica accepts images of this shape (H, W, C)."""
     expected = replica.network.image_shape
     if tuple(shape) != tuple(expected):
         raise ShapeError(f"Images have shape {tuple(shape)} (H, W, C), but must have the replica's image_shape {expected}.")
@@ -287,6 +283,7 @@ class Job(StartedRank):
 
         Raises:
             ConfigError: a name, an option or a pattern is unknown, or arguments or user code differ between ranks.
+            BackendError: the backend is not available, or does not support the requested computation.
             ShapeError: the layers do not fit each other.
         """
         arguments = dict(locals())

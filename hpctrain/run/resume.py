@@ -1,7 +1,7 @@
 """The checkpoint that a run resumes from: found and verified by all ranks together, and compared with the configuration.
 
-Each rank reads a single file completely. Of a sharded checkpoint, it reads only the bytes that it verifies or uses. Changes since
-the checkpoint was written are checked by `config/resume_rules.py`, reported and recorded.
+Each rank reads the whole of a checkpoint in a single file. Of a sharded one, it reads only the bytes that it verifies or uses.
+Changes since the checkpoint was written are checked by `config/resume_rules.py`, reported and recorded.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ def find_checkpoint(
 
     Args:
         output, name: directory and name of the runs.
-        source: "auto" (newest intact checkpoint of the newest run that has any), "best" (best checkpoint of the newest run that
-            has one), a run directory or a checkpoint.
+        source: "auto" (newest intact checkpoint of the newest run that has any; a requeued job prefers its own run), "best" (best
+            checkpoint of the newest run that has one), a run directory or a checkpoint.
         take: collective function that takes ownership of a checkpoint's run before the checkpoint is read. It returns True if the
             job did not own the run before. Another job may then have written to the run since the search, so the search starts
             again.
@@ -355,7 +355,7 @@ def describe(position: Position, samples: int) -> str:
 
 
 def introduce(start: Start, config: Config, samples: int, reporter: Reporter) -> None:
-    """Report and record the position at which the run resumes, and each change."""
+    """Report and record the position at which the run resumes, and each change; an epoch has `samples` samples."""
     position = start.position
     epochs, over = config.epochs, position.samples == samples
     if start.directory is None:

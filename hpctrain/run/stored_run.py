@@ -1,6 +1,6 @@
 """Runs for commands that receive no configuration file: the run is found by its directory and described by its own files.
 
-NumPy is imported only if the argument is a checkpoint outside of any run directory.
+`find_run` imports NumPy only if the argument is a checkpoint.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from hpctrain.core.errors import CheckpointError, ConfigError
 from hpctrain.core.yaml_source import Source
 from hpctrain.runs.directory import AUTO, BEST, RunDirectory, find_best, named_run, newest_runs
 
-#: settings of ranks, machine and course of a training, which a prediction resets to their defaults
+#: overrides with which a prediction replaces a training's settings of ranks, machine and duration
 FRESH = (
     "threads=auto",
     "grid={}",
@@ -46,7 +46,7 @@ class StoredRun:
     label: str
 
     def parsed(self, overrides: Sequence[str]) -> tuple[Config, Source]:
-        """Return the configuration with the settings of ranks and machine reset to defaults, and its source.
+        """Return the configuration with `FRESH` and `overrides` applied in order, and the positions of its values.
 
         Raises:
             ConfigError: an override is invalid, or the configuration names user code, which is imported only if the user names

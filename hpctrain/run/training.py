@@ -68,6 +68,7 @@ class MaxTime:
 
     Attributes:
         limit: time limit as the trainer checks it.
+        name: name of the limit, for `reason`.
         sentence: sentence on the limit, reported at the start of the run; "" if there is no limit.
     """
 
@@ -115,7 +116,7 @@ class StopReason:
     """Signal or limit that ended a run.
 
     Attributes:
-        ranks: ranks that received the signal; () if all did.
+        ranks: ranks that received the signal; () if all did, or for a limit.
     """
 
     name: str
@@ -238,7 +239,7 @@ def run_training(session: Session, watch: SignalWatch, asked: TrainingRequest, o
         ownership: ownership with which this job takes the run. None: this call creates one.
 
     Raises:
-        CollectiveMismatchError: ranks have entered different phases.
+        HpctrainError: configuration, data, checkpoint or run have a fault, or ranks have entered different phases; on all ranks.
     """
     ownership = RunOwnership() if ownership is None else ownership
     with ownership.held():

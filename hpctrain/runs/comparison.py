@@ -54,6 +54,7 @@ class SameBits:
     """Bitwise comparison of a run with the first run, by hashes if both have them at a common step, else by checkpoints.
 
     Args:
+        run: index of the run among all compared runs.
         step: first step at which both are known to differ, or the latest common step if they never differ; None: there is no
             common step.
         different: keys of tensors that differ at `step` or that only one run has, parameters first.

@@ -11,6 +11,7 @@
         schedule-<group>.json   operations that the averager of a parameter group posts in a step, in order
         choice.json      automatic choice of grid, plan and averager, if the configuration leaves them open
         flight/          last operations of each rank
+        logs/            log files of the ranks that --log-ranks names
         owners/          previous owners of the run and the current one (see `runs.owner`)
         flight-directory      path of the flight records, if they are stored in another directory
         machine.yaml     machine model measured for the automatic choice, if the configuration names none
@@ -291,7 +292,8 @@ class RunDirectory:
         """Return the records of all complete lines, without an incomplete last line.
 
         Raises:
-            DataError: another line is not a JSON object, or the path is not a regular file.
+            DataError: another line is not a JSON object.
+            OSError: the file cannot be read.
         """
         if not self.metrics_path.exists():
             return []
@@ -379,11 +381,7 @@ def flight_directory(run: Path) -> Path:
 
 
 def require_owned(run: RunDirectory) -> None:
-    """Raise if another job has taken over the run.
-
-    Raises:
-        RunOwnedError: another job has taken over the run, because this process seemed to be dead.
-    """
+    """Raise if another job has taken over the run, because this process seemed to be dead; errors: see `Claim.require`."""
     if run.ownership is not None:
         run.ownership.require()
 
@@ -459,7 +457,7 @@ class ListedRun:
     """Run in an output directory, which may be unreadable.
 
     Attributes:
-        name: name in its configuration; None if it is unknown.
+        name, marker: name in its configuration, and its marker; None if unknown.
         fault: why the run cannot be read, or cannot be distinguished from its copies; None if it can.
     """
 
@@ -543,7 +541,7 @@ def _listed(path: Path) -> ListedRun | None:
 
 
 def _original(copies: Sequence[ListedRun]) -> ListedRun:
-    """Return the copy whose directory has the recorded name; if none or several have it, the first one with a fault."""
+    """Return the only copy, or the one whose directory has the recorded name; without such a one, the first with a fault."""
     named = [run for run in copies if run.marker and run.marker.directory == run.path.name]
     if len({run.path.resolve() for run in copies}) == 1 or len(named) == 1:
         return (named or copies)[0]

@@ -142,6 +142,7 @@ class Owner:
 
     Args:
         token: text unique to this owner.
+        mark: its process, as the text of a `ProcessMark`.
         since: time at which it became the owner, in UTC.
         supervisor: mark of the process of `hpctrain run` that started it; "" if none did.
     """
@@ -190,7 +191,7 @@ def owners(run: Path) -> list[Owner]:
 
 
 def living_owner(run: Path) -> Owner | None:
-    """Return the latest owner of a run; None if it is known to have ended.
+    """Return the latest owner of a run; None if there is none, if it is known to have ended, or if its record is damaged.
 
     The call does not wait for a sign of life, so the returned owner may be dead.
 
@@ -230,7 +231,7 @@ class Contender:
         self._still_seconds = self._looked_at = 0.0
 
     def attempt(self) -> Ownership | None:
-        """Return the ownership; None if it is not known yet whether the current owner is alive. In this case, call again soon.
+        """Return the ownership; None if it is unknown yet whether the owner is alive, or another process was faster: call again.
 
         Raises:
             RunOwnedError: another owner is alive.

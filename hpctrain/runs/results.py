@@ -151,9 +151,11 @@ class Summary:
     Args:
         end: description of how the run ended, or that it continues.
         evaluated: set of the evaluations during training, "validation" or "test".
+        loss, top1, top5: figures of the last evaluation, by set.
         best_top1: highest top-1 accuracy of all evaluations during training.
         best_epoch: epoch of the evaluation with the highest top-1 accuracy.
         images_per_second: median over epochs, or over intervals if no epoch is complete.
+        seconds: time of training, without pauses between jobs.
         exposed_seconds: time of a step spent waiting for messages.
         predicted_step_seconds: predicted duration of a step; None: the run chose no plan.
         peak_bytes: maximum resident memory over ranks at the latest end.

@@ -90,6 +90,7 @@ class SiteJob(JobFiles):
         ranks: number of ranks per node.
         cpus: number of CPUs per rank, as the scheduler counts.
         limits: whether the training gets its time limit as an option, because it receives no signal before the end.
+        directives: options of the scheduler, as pairs (option, reason).
     """
 
     nodes: int
@@ -441,7 +442,7 @@ def submit(site: Site, job: SiteJob) -> Submission:
     """Write the script and submit it.
 
     Raises:
-        LaunchError: the scheduler's command is missing or rejects the job.
+        LaunchError: the scheduler's command is missing, does not answer, or rejects the job.
         OSError: the script cannot be written.
     """
     job = _reserved(job)

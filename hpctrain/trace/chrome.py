@@ -29,7 +29,7 @@ class ChromeTrace:
         base_ns: time of rank 0's clock that becomes 0.
 
     Attributes:
-        error: first operating system error. Nothing is written after it, and the file is removed at the end.
+        error: first operating system error, or None. Nothing is written after it, and the file is removed at the end.
     """
 
     def __init__(self, path: Path, base_ns: int) -> None:
@@ -134,7 +134,7 @@ class StepLanes:
     """Intervals of a rank's activities in one step.
 
     Attributes:
-        begin_seconds: begin of the step, in seconds after the earliest begin of all ranks.
+        begin_seconds, seconds: begin of the step, in seconds after the earliest begin of all ranks, and its duration.
         lanes: disjoint sorted intervals by kind (the values of `PROGRAM`, and `MESSAGES`), in seconds after the earliest begin.
         tracks: intervals of messages by the name of their queue.
     """

@@ -131,6 +131,8 @@ class Row:
         communication_seconds: time in which operations were in flight.
         hidden_seconds: part of the communication time in which the program did not wait.
         exposed_seconds: time of waits.
+        operations: number of operations that were posted.
+        late: lateness of the ranks; None: unknown, or nothing was posted by several ranks.
         messages_seconds: time in which the program posted and tested messages.
         delay_seconds: upper bound of the total time by which operations were posted later than possible.
     """
@@ -157,6 +159,7 @@ class TimeTable:
     Attributes:
         left_over_seconds: time in no recorded event.
         step_seconds: mean duration of the counted steps.
+        events, tracing_seconds: number of events of a step, and the estimated time of recording them.
     """
 
     rows: tuple[Row, ...]
@@ -213,10 +216,7 @@ def layer_names(events: Events) -> tuple[str, ...]:
 
 
 def counted_steps(events: Events, skip: int = 1) -> Intervals:
-    """Return the recorded steps, sorted, without the first `skip`, in which plans and buffers are made.
-
-    If there are at most `skip` steps, return all.
-    """
+    """Return the recorded steps, sorted, without the first `skip`, in which buffers are made; all if there are no others."""
     steps = events.of(Category.STEP)
     order = np.argsort(steps.start_ns)
     if len(order) > skip:
