@@ -46,7 +46,7 @@ def listing(path: Path) -> None:
     for step, file in sorted(files):
         try:
             stored = StoredCheckpoint.of(step, file)
-        except OSError:
+        except FileNotFoundError:
             echo(f"{file} of step {step} is a broken link", err=True)
             continue
         written = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(stored.written))

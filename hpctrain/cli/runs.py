@@ -227,8 +227,9 @@ def trace(run: Path | None, whole: bool) -> None:
         raise DataError(
             f"{run.absolute()} contains no time_table.json; give the directory of a run with trace=true that has ended."
         )
+    text = read_bytes(path)
     with errors_as(DataError, lambda why: f"{path} is not a time table of this version of hpctrain; trace the run again."):
-        content = json_object(read_bytes(path)) or {}
+        content = json_object(text) or {}
         table, facts = time_table.from_json(content["table"]), (float(content["clock_error_seconds"]), int(content["ranks"]))
     width = shutil.get_terminal_size((time_table_text.COLUMNS, 0)).columns
     for line in time_table_text.lines(table, *facts, width, None if whole else time_table_text.LINES):
@@ -301,7 +302,7 @@ def write_report(runs: Sequence[Path], target: Path, results: Sequence[JudgedSet
 
     Raises:
         ConfigError: the file cannot be written.
-        CheckpointError, DataError: as for `read_runs`.
+        CheckpointError, ConfigError, DataError: as for `read_runs`.
     """
     from hpctrain.core.errors import ConfigError
     from hpctrain.report.page import html, report_page

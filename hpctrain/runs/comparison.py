@@ -107,7 +107,7 @@ def compared(paths: Sequence[Path]) -> Comparison:
     """Return the comparison of the runs in these directories.
 
     Raises:
-        CheckpointError, DataError: see `read_runs`.
+        CheckpointError, ConfigError, DataError: see `read_runs`.
     """
     records = read_runs(paths)
     return Comparison(

@@ -665,9 +665,11 @@ def read_best(directory: Path) -> BestRecord | None:
         return BestRecord(**(json_object(read_bytes(path, _LARGEST_BYTES)) or {}))
     except FileNotFoundError:
         return None
-    except (DataError, OSError, TypeError) as error:
+    except OSError as error:
+        raise unreadable(path, error) from error
+    except TypeError as error:
         raise CheckpointError(
-            f"{path} is not a record of a best checkpoint ({error}); delete the file; the run writes it again when it resumes."
+            f"{path} is not a record of a best checkpoint; delete the file; the run writes it again when it resumes."
         ) from error
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from hpctrain.core.errors import CheckpointError, ConfigError, DataError, errors_as
+from hpctrain.core.errors import CheckpointError, DataError, errors_as
 from hpctrain.core.files import json_object, read_bytes
 from hpctrain.core.text import duration_text, loss_text, size_text
 from hpctrain.core.yaml_source import read_yaml
@@ -56,7 +56,7 @@ def read_runs(paths: Sequence[Path]) -> tuple[RunRecord, ...]:
 
     Raises:
         CheckpointError: a directory is not a run directory.
-        DataError: a configuration or a record cannot be read, or a run is given twice.
+        ConfigError, DataError: a configuration or a record cannot be read, or a run is given twice.
     """
     records = tuple(_read(RunDirectory.open(path)) for path in paths)
     resolved = [record.state.path.resolve() for record in records]
@@ -80,10 +80,9 @@ def _read(directory: RunDirectory) -> RunRecord:
 
 
 def _settings(directory: RunDirectory) -> object:
-    try:
-        return read_yaml(directory.config(), str(directory.path / "config.yaml"))[0]
-    except (OSError, UnicodeDecodeError, ConfigError) as error:
-        raise DataError(f"Cannot read {directory.path / 'config.yaml'} ({error}); restore the file.") from error
+    path = directory.path / "config.yaml"
+    with errors_as(DataError, lambda why: f"Cannot read {path} ({why}); restore the file."):
+        return read_yaml(directory.config(), str(path))[0]
 
 
 def _flat(prefix: str, value: object) -> Iterator[tuple[str, str]]:

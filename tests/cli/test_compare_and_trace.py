@@ -111,6 +111,11 @@ def test_a_file_that_is_no_table_is_a_sentence(tmp_path: Path, text: str) -> Non
     assert (result.exit_code, "is not a time table of this version" in result.stderr) == (2, True)
 
 
+def test_a_table_that_cannot_be_read_is_not_called_another_version(run: Path) -> None:
+    os.truncate(run / "time_table.json", (1 << 31) + 1)
+    assert "time_table.json cannot be used: it has more than 2,147,483,648 bytes" in _trace(run).stderr
+
+
 def _run(output: Path, stamp: str, name: str = "a") -> Path:
     return make_run(output / f"{name}-{stamp}", f"name: {name}\n")
 

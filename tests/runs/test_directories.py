@@ -546,6 +546,12 @@ def test_another_file_of_that_name_is_refused(tmp_path: Path, text: str) -> None
     assert best_record.read_best(tmp_path) == BEST
 
 
+def test_a_record_of_the_best_checkpoint_that_cannot_be_read_is_not_called_another_file(tmp_path: Path) -> None:
+    (tmp_path / best_record.BEST_RECORD).mkdir()
+    with pytest.raises(CheckpointError, match=r"best\.json cannot be read \(Is a directory\); restore it"):
+        best_record.read_best(tmp_path)
+
+
 def _run(output: Path) -> RunDirectory:
     return RunDirectory.create(output, "tiny", config="name: tiny\n", versions={}, git={})
 
