@@ -5,6 +5,7 @@ Faults of the schema become sentences (`core.answers`), with the key of another 
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import reduce
 from pathlib import Path, PurePath
@@ -102,7 +103,7 @@ def _as_keywords(keys: Mapping[str, Any]) -> str:
 
 
 def _meant(path: KeyPath, options: Collection[str] = ()) -> KeyPath | None:
-    """Return the key that an unknown one means; None if no key is similar.
+    """Return the key that an unknown one means, among all keys and the `options` of its mapping; None if no key is similar.
 
     The result is the first of these that exists:
 
@@ -112,9 +113,6 @@ def _meant(path: KeyPath, options: Collection[str] = ()) -> KeyPath | None:
     - the key of another section that the word means,
     - a key of the same name in another section,
     - a similar key of the same mapping.
-
-    Args:
-        options: names of the options in the mapping.
     """
     section, name = section_at(path[:-1]), str(path[-1])
     if len(path) == 1 and "__" in name:  # keywords of Python cannot have dots
@@ -176,7 +174,8 @@ def load(path: str | Path, overrides: Sequence[str] = (), refusal: Refusal | Non
     except IsADirectoryError:
         raise ConfigError(_directory_message(Path(path))) from None
     except OSError as error:
-        raise ConfigError(f"{path}: Cannot read the configuration: {error.strerror}; give the path of a YAML file.") from None
+        advice = "; give the path of a YAML file" if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.EINVAL) else ""
+        raise ConfigError(f"{path}: Cannot read the configuration: {error.strerror}{advice}.") from None
     user_code.search_next_to(Path(path))
     return parse(text, str(path), overrides, refusal)
 

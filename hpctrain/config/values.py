@@ -70,18 +70,18 @@ def plain(value: Any) -> Any:
     """
     fault = _text_fault(value) if isinstance(value, str) else None
     if fault is not None:
-        raise ValueError(fault.removeprefix("be "))
+        raise ValueError(f"must {fault}")
     if isinstance(value, str) and _EXPONENT.fullmatch(value):
         value = float(value)
     if isinstance(value, float) and not math.isfinite(value):
-        raise ValueError("a finite number")
+        raise ValueError("must be a finite number")
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, list | tuple):
         return tuple(plain(item) for item in value)
     if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
         return {key: plain(item) for key, item in value.items()}
-    raise ValueError("a number, string, boolean, list or mapping with string keys")
+    raise ValueError("must be a number, string, boolean, list or mapping with string keys")
 
 
 def _number(value: Any, rule: str = "must be a number") -> Any:
@@ -223,7 +223,8 @@ class Named(BaseModel):
             try:
                 extra[key] = plain(item)
             except ValueError as error:
-                raise PydanticCustomError("option", "must be {rule}", {"key": key, "rule": str(error)}) from None
+                shown = {"value": item} if isinstance(item, str | float) else {}
+                raise PydanticCustomError("option", "{rule}", {"key": key, "rule": str(error), **shown}) from None
         return self
 
     @property

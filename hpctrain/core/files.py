@@ -236,15 +236,16 @@ def expanded(text: str, environ: Mapping[str, str] = os.environ) -> str:
     All paths of configurations and of the command line are expanded in this way.
 
     Raises:
-        ValueError: a variable is not set, or a home directory is unknown. The message is a clause that follows "x is $NAME/y,
-            but".
+        ValueError: a variable is not set or empty, or a home directory is unknown. The message is a clause that follows "x is
+            $NAME/y, but".
     """
 
     def value(match: re.Match[str]) -> str:
         name = match[1] or match[2] or ""
         found = environ.get(name, "")
         if not found:  # an empty value would turn $SCRATCH/runs into /runs
-            raise ValueError(f"the variable {name} is not set here; set it, or write the path out")
+            state = "empty" if name in environ else "not set"
+            raise ValueError(f"the variable {name} is {state} here; set it, or write the path out")
         return found
 
     path = _VARIABLE.sub(value, text)
@@ -263,7 +264,7 @@ def path_of(path: str | os.PathLike[str]) -> Path:
     """Return `expanded(path)` as a `Path`, for paths that a program passes.
 
     Raises:
-        ConfigError: a variable is not set, or a home directory is unknown.
+        ConfigError: a variable is not set or empty, or a home directory is unknown.
     """
     try:
         return Path(expanded(os.fspath(path)))

@@ -157,7 +157,7 @@ def unnamed(file: str) -> str:
         return f"There is no file {file} in {_places()}{_nearest_file(file)}; write it as path/to/file.py:NAME."
     try:
         nodes = ast.parse(read_bytes(path, _MOST_CODE_BYTES)).body
-    except (SyntaxError, ValueError):
+    except (SyntaxError, ValueError, OSError):
         nodes = []
     kinds = (ast.FunctionDef, ast.ClassDef)
     names = [node.name for node in nodes if isinstance(node, kinds) and not node.name.startswith("_")]

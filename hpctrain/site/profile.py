@@ -280,7 +280,7 @@ def _data(path: Path) -> tuple[Any, dict[KeyPath, str]]:
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: Byte {error.start} is not valid UTF-8; save the file as UTF-8.") from None
     except OSError as error:
-        raise ConfigError(f"{path}: Cannot read the site profile: {error.strerror}; give the path of a YAML file.") from None
+        raise ConfigError(f"{path}: Cannot read the site profile: {error.strerror}.") from None
 
 
 def _merged(base: Any, over: Any) -> Any:

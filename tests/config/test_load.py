@@ -319,10 +319,10 @@ def test_a_text_is_one_line_that_moves_no_cursor(key: str, character: str) -> No
     assert f"U+{ord(character):04X} at position 1" in str(error.value)
 
 
-@pytest.mark.parametrize(("key", "most"), [("name", 200), ("output", 4096), ("model.name", 4096)])
+@pytest.mark.parametrize(("key", "most"), [("name", 200), ("output", 4096), ("model.name", 4096), ("model.depth", 4096)])
 def test_a_text_has_a_length(key: str, most: int) -> None:
     parse(TEXT, overrides=[f"{key}={'x' * most}"])
-    with pytest.raises(ConfigError, match=rf"at most {most}") as error:
+    with pytest.raises(ConfigError, match=rf"must .*have at most {most}") as error:
         parse(TEXT, overrides=[f"{key}={'x' * (most + 1)}"])
     assert len(str(error.value).partition(": ")[2]) < 400
 

@@ -126,6 +126,9 @@ def test_a_path_of_the_schema_has_its_variables_filled_in(key, monkeypatch):
     for text in ("$NOWHERE/x", "${NOWHERE}", "a/$NOWHERE"):
         with pytest.raises(ConfigError, match=rf"{re.escape(key)} is .*, but the variable NOWHERE is not set here"):
             parse(_REST, overrides=[f"{key}={text}"])
+    monkeypatch.setenv("NOWHERE", "")
+    with pytest.raises(ConfigError, match="but the variable NOWHERE is empty here"):
+        parse(_REST, overrides=[f"{key}=$NOWHERE/x"])
     with pytest.raises(ConfigError, match="but there is no user missing-user here"):
         parse(_REST, overrides=[f"{key}=~missing-user/x"])
 
