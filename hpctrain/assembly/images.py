@@ -233,7 +233,7 @@ def aligned(opened: ImageFile, known: DataFacts | ImageFile, place: str) -> tupl
     if channels != expected:
         raise DataError(
             f"{opened.path} has images of {counted(channels, 'channel')}, those of {place} have {expected}; "
-            f"convert both with `hpctrain data convert` and --channels {expected}."
+            f"convert {opened.path} again by `hpctrain data convert` with --channels {expected}."
         )
     notes = differences(opened.path, described(file), place, described(known), measured=True)
     if (file.labels != opened.labels).any():

@@ -34,7 +34,7 @@ from hpctrain.run.resume import Start, find_start
 from hpctrain.runs import directory as best_record
 from hpctrain.runs.directory import BestRecord, RunDirectory, require_owned, restore_files, small_files
 from hpctrain.runs.owner import read_marker
-from hpctrain.runs.records import Bookkeeping
+from hpctrain.runs.records import Bookkeeping, reason
 from hpctrain.storage import checkpoint
 from hpctrain.training.accounts import Observer
 from hpctrain.training.metrics import Reporter, RunningSums
@@ -257,9 +257,7 @@ class BestCheckpoint:
         except FileNotFoundError:  # another process is deleting them too; remaining ones are deleted with the next checkpoint
             return
         except OSError as error:
-            raise CheckpointError(
-                f"Cannot delete old checkpoints in {self._directory} ({error.strerror}); grant write permission."
-            ) from error
+            raise CheckpointError(f"Cannot delete old checkpoints in {self._directory} ({reason(error)}).") from error
 
     def _write_record(self, evaluations: Sequence[StepEvaluation]) -> None:
         paths = dict(checkpoint.checkpoints(self._directory))

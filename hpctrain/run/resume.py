@@ -156,7 +156,7 @@ def _candidates(output: str, name: str, source: str) -> _Candidates:
     by_owner = (run.open() for run in sorted(listed, key=lambda run: not was_owned_by_job(run.path, job)))
     for run in by_owner if source == AUTO else [named_run(source)]:
         if (paths := _newest_first(run)) or source != AUTO:
-            refusal = f"The run {run.path} has no intact checkpoint; start a new training without --resume."
+            refusal = f"The run {run.path} has no intact checkpoint; give another run or a checkpoint, or start a new training."
             return _Candidates(paths, refusal)
     return _Candidates(())
 

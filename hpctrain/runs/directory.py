@@ -267,9 +267,7 @@ class RunDirectory:
             for path in gone:
                 path.unlink(missing_ok=True)
         except OSError as error:
-            raise CheckpointError(
-                f"Cannot write the configuration to {self.path} ({error.strerror}); free disk space or grant write permission."
-            ) from error
+            raise CheckpointError(f"Cannot write the configuration to {self.path} ({records.reason(error)}).") from error
 
     def append_metrics(self, record: Mapping[str, object]) -> None:
         """Append one line and hand it to the operating system. Non-finite numbers become null, because JSON has none.
@@ -410,10 +408,7 @@ def restore_files(run: RunDirectory, files: Mapping[str, bytes]) -> None:
         if isinstance(run.ownership, Ownership):
             run.ownership.restore()
     except OSError as error:
-        raise CheckpointError(
-            f"Cannot restore the missing files of the run {run.path} ({error.strerror}); free disk space or grant write "
-            "permission."
-        ) from error
+        raise CheckpointError(f"Cannot restore the missing files of the run {run.path} ({records.reason(error)}).") from error
 
 
 def _make_unique(output: Path, stem: str) -> Path:

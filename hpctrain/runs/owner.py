@@ -324,7 +324,7 @@ class Claim:
         others = [owner for owner in owners(self.run) if owner.number > self.owner.number]
         raise RunOwnedError(
             f"The run {self.run} was taken over by {others[-1] if others else 'another job'}, because the owner in this job "
-            f"has shown no sign of life for {MISSED_SECONDS:.0f} s; this job stops writing to the run."
+            f"seemed to have ended; this job stops writing to the run."
         )
 
     def _next(self) -> Path:

@@ -153,7 +153,7 @@ def cut_back(path: Path, epoch: int, step: int, *, evaluates: bool = False, goes
         text = read_bytes(path)
     except OSError as error:
         raise CheckpointError(
-            f"Cannot read the records {path} ({error.strerror}); grant read permission, or delete the file."
+            f"Cannot read the records {path} ({reason(error)}); make the file readable, or delete it."
         ) from error
     *lines, _torn = text.split(b"\n")
     records = [json_object(line) for line in lines]
@@ -171,10 +171,7 @@ def cut_back(path: Path, epoch: int, step: int, *, evaluates: bool = False, goes
             _keep_unreadable(path, unreadable)
         write_bytes(path, new)
     except OSError as error:
-        raise CheckpointError(
-            f"Cannot cut the records {path} back to step {step} of the checkpoint ({error.strerror}); free disk space or grant "
-            "write permission."
-        ) from error
+        raise CheckpointError(f"Cannot cut the records {path} back to step {step} ({reason(error)}).") from error
 
 
 def unreadable_path(path: Path) -> Path:

@@ -168,7 +168,7 @@ def test_where_nothing_is_whole_all_ranks_raise_the_same(run: RunDirectory) -> N
     paths[1].write_bytes(b"")
     (checkpoint_path(run.checkpoints, 5, sharded=True) / "manifest.json").write_text("{}")
     [sentence] = raised_on(3, run, "auto")
-    assert sentence == f"The run {run.path} has no intact checkpoint; start a new training without --resume."
+    assert sentence == f"The run {run.path} has no intact checkpoint; give another run or a checkpoint, or start a new training."
     assert raised_on(3, run, str(run.path)) == {sentence}
     [sentence] = raised_on(3, run, "nowhere")
     assert sentence.startswith(
