@@ -373,18 +373,19 @@ def check_files(config: Config) -> tuple[Recipe, Images] | None:
     """Raise unless existing data files, the network and the file of initial weights fit each other. Only headers are read.
 
     The result is the recipe for the training images, with one column if grid.cols is null, and these images, with notes on all
-    sets and on the weights. It is None if the training file is missing or faulty. Other missing or faulty data files, a missing
-    file of weights, and the tensors of a PyTorch file, which has no header, are not checked.
+    sets and on the weights. It is None if the training file is missing or cannot be opened. Other such data files, a missing file
+    of weights, and the tensors of a PyTorch file, which has no header, are not checked.
 
     Raises:
-        HpctrainError: evaluation images, a layer or a tensor does not fit; the message is that of a training.
+        HpctrainError: validation or evaluation images, a layer or a tensor does not fit; the message is that of a training.
     """
-    images = None
+    train = None
     if config.data.train == SYNTHETIC or Path(config.data.train).exists():
         with suppress(HpctrainError, OSError):  # reported elsewhere
-            images, _ = training_images(config, open_images(config, "train"), None)
-    if images is None:
+            train = open_images(config, "train")
+    if train is None:
         return None
+    images, _ = training_images(config, train, None)
     recipe = Recipe.of(config, images.facts(config.epochs), (config.grid.rows, config.grid.cols or 1))
     data = DataFacts.of(images.file)
     largest, shapes = recipe.image_shape, images.shapes(config.epochs)

@@ -64,6 +64,9 @@ def test_check_builds_the_network_for_the_images(tmp_path: Path, monkeypatch: py
         result = CliRunner().invoke(cli, ["config", "check", QUICKSTART, *overrides])
         assert result.exit_code == code, result.output
     assert "Layer fc: linear expects inputs of shape (N, 64), not (1, 81); set its input features to 81." in result.stderr
+    overrides = ["data.train=8.h5", "data.test=", "data.validation=0.5", "data.augment=[]"]
+    result = CliRunner().invoke(cli, ["config", "check", QUICKSTART, *overrides])
+    assert (result.exit_code, "cannot be held out for validation" in result.stderr) == (2, True), "as a training would refuse"
 
 
 def test_check_compares_test_data_and_weights_with_training_data_and_model(
