@@ -332,7 +332,7 @@ _JOB_AND_LINK = options(
 
 @click.group(cls=Commands)
 def plan() -> None:
-    """Show how a grid of ranks will run a configuration."""
+    """Show, simulate and search how ranks run a training."""
 
 
 plan.add_command(search)

@@ -27,7 +27,7 @@ ATTEMPTS_FILE = "restarts.jsonl"
     type=click.IntRange(min=0),
     default=3,
     show_default=True,
-    help="Number of consecutive failures without a new checkpoint after which to give up restarting.",
+    help="Maximum number of consecutive restarts without a new checkpoint.",
 )
 @click.option(
     "--pause",
