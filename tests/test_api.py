@@ -384,7 +384,7 @@ def test_a_shape_with_its_channels_first_is_refused_as_such(image_shape: tuple[i
         Lowering(hpctrain.model("small")).graph(1, image_shape)
     assert str(raised.value) == sentence
     model = hpctrain.Sequential([hpctrain.Conv2d(28, 4, 5), hpctrain.ReLU()])
-    with pytest.raises(hpctrain.HpctrainError, match="Layer 0: An image of height"):  # too small, but its channels fit
+    with pytest.raises(hpctrain.HpctrainError, match="Layer 0: An input of height"):  # too small, but its channels fit
         Lowering(model).graph(1, image_shape)
 
 

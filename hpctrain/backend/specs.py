@@ -101,9 +101,10 @@ class Window:
             room = size[dim] + before + after - self.extent[dim]
             if room < 0 and not (ceil_mode and room > -self.stride[dim]):
                 name = ("height", "width")[dim]
+                least = size[dim] - room - (self.stride[dim] - 1 if ceil_mode else 0)
                 raise ShapeError(
-                    f"An image of {name} {size[dim]} with padding {before}+{after} is smaller than the window of "
-                    f"{self.extent[dim]}; the smallest {name} that fits is {size[dim] - room}."
+                    f"An input of {name} {size[dim]} with padding {before}+{after} is smaller than the window of "
+                    f"{self.extent[dim]}; the smallest {name} that fits is {least}."
                 )
             count = (-(-room // self.stride[dim]) if ceil_mode else room // self.stride[dim]) + 1
             # Ceil mode drops a last window that starts beyond the input and its leading padding, as in torch.

@@ -168,6 +168,9 @@ def test_ceil_mode_counts_windows_that_start_inside(size: int) -> None:
         expected = int(np.count_nonzero(reached | (starts == 0)))
         shape = MaxPool(kernel, stride, padding, ceil_mode=True).output(TensorSpec((1, size, size, 1))).shape
         assert shape == (1, expected, expected, 1), (kernel, stride, padding)
+    with pytest.raises(ShapeError, match="the smallest height that fits is 2"):
+        MaxPool(3, 2, ceil_mode=True).output(TensorSpec((1, 1, size, 1)))
+    assert MaxPool(3, 2, ceil_mode=True).output(TensorSpec((1, 2, size, 1))).shape[1] == 1
 
 
 def test_shapes_and_costs() -> None:
