@@ -250,8 +250,8 @@ class CupyDevice:
                 raise
             free, total = _runtime.memGetInfo()
             raise BackendError(
-                f"{self.name} has {size_text(free)} of {size_text(total)} of memory free, but {size_text(size_bytes)} more "
-                "are needed; reduce batch, or increase micro_batches."
+                f"{self.name} cannot allocate {size_text(size_bytes)}: {size_text(free)} of its {size_text(total)} of memory are "
+                "free; reduce batch, or increase micro_batches."
             ) from error
         _runtime.memset(memory.ptr, 0, size_bytes)
         # The memset must end before other streams use the memory. Do not wait for those: NCCL's may depend on this process.

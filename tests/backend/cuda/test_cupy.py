@@ -83,7 +83,7 @@ def test_memory_is_zeroed_aligned_and_kept(load: Load) -> None:
 
 def test_a_lack_of_memory_is_reported(load: Load) -> None:
     module, _ = load(free_bytes=1_000_000)
-    message = r"Fake GPU has 1 MB of 1\.07 GB of memory free, but 2 GB more are needed; reduce batch"
+    message = r"Fake GPU cannot allocate 2 GB: 1 MB of its 1\.07 GB of memory are free; reduce batch"
     with pytest.raises(BackendError, match=message):
         module.CupyDevice().allocate(2_000_000_000)
     assert module.CupyDevice().memory_used() == (1 << 30) - 1_000_000
