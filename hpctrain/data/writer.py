@@ -269,17 +269,12 @@ def _resumable(path: Path) -> Iterator[tuple[int, int]]:
             descriptor = open_own(name, os.O_RDWR | os.O_CREAT)
         except OSError as error:
             if os.path.lexists(name):
-                raise foreign(name, f"({error.strerror})") from error
+                raise DataError(f"{name} already exists, but cannot be opened ({error.strerror}); {advice}.") from error
             raise
         files.callback(os.close, descriptor)
         return descriptor
 
-    def foreign(name: Path, why: str) -> DataError:
-        return DataError(
-            f"{name} already exists {why}, so another program may have written it; move it away, or give another output name."
-        )
-
-    target = target_of(path)
+    target, advice = target_of(path), "move it away, or choose another output name"
     partial, journal = (target.with_name(target.name + PARTIAL + suffix) for suffix in ("", ".journal"))
     with ExitStack() as files:
         block = opened(partial)
@@ -290,7 +285,8 @@ def _resumable(path: Path) -> Iterator[tuple[int, int]]:
                 raise DataError(f"Another process is writing {partial}; wait for it, or give another output name.") from error
             # Without locks in the file system, the user must not run two conversions to one name.
         if os.fstat(block).st_size and not journal.is_file():
-            raise foreign(partial, "without the journal of a conversion")  # such as a download of the same name
+            why = "already exists without the journal of a conversion, so another program may have written it"
+            raise DataError(f"{partial} {why}; {advice}.")  # such as a download of the same name
         lines = opened(journal)
         try:
             yield block, lines

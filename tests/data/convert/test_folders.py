@@ -473,6 +473,10 @@ def test_a_file_of_somebody_else_stays(tmp_path):
     with pytest.raises(DataError, match="already exists without the journal of a conversion"):
         interrupt(PictureForm(SHAPE[:2], "crop", 3), tmp_path / "a.h5", [])
     assert partial.read_bytes() == b"half a download"
+    partial.unlink()
+    partial.mkdir()
+    with pytest.raises(DataError, match=r"already exists, but cannot be opened \(.*directory.*\); move it away"):
+        interrupt(PictureForm(SHAPE[:2], "crop", 3), tmp_path / "a.h5", [])
 
 
 def test_one_process_at_a_time(form, tmp_path):
