@@ -122,7 +122,7 @@ def _fault(name: str, label: str, path: Path, first_line: int, line: int) -> str
     try:
         return None if path.is_file() else f"there is no file {path}"
     except (OSError, ValueError) as error:
-        return f"{path} cannot be read ({error})"
+        return f"{path} cannot be read ({getattr(error, 'strerror', None) or error})"
 
 
 def _numbers(labels: Sequence[str]) -> list[int] | None:

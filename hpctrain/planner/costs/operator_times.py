@@ -273,7 +273,8 @@ def _read(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
-        _log.warning("Cannot read the operator times in %s (%s); they are measured again.", path, error)
+        why = getattr(error, "strerror", None) or error
+        _log.warning("Cannot read the operator times in %s (%s); they are measured again.", path, why)
         return {}
     if not isinstance(content, dict) or content.get("format") != FORMAT or not isinstance(content.get("times"), dict):
         _log.warning("The operator times in %s do not have format %d; they are measured again.", path, FORMAT)

@@ -427,6 +427,7 @@ WRONG = ["a.png,cat", "x.png,dog", "b.png", ",dog", "a.png,dog"]
         (WRONG, {}, r"has 4 wrong lines \(line 3: there is no file .*x\.png, line 4: 1 value instead of 2, line 5: no file, "),
         (WRONG, {}, r"line 6: a\.png is also in line 2\)"),
         (["a.png,cat", "b.png,"], {}, r"has 1 wrong line \(line 3: no label\)"),
+        (["a" * 300 + ",cat"], {}, r"a{300} cannot be read \(File name too long\)\)"),
         (["a.png,cat", "b.png,cow"], {"class_names": ["cat", "dog"]}, r"line 3: there is no class 'cow'"),
         (["a.png,0", "b.png,2"], {"class_names": ["cat", "dog"]}, r"line 3: there is no class '2'"),
         (["a.png,0", "b.png,2"], {}, "have 2 values from 0 to 2, but none is 1"),

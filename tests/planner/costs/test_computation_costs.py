@@ -303,6 +303,11 @@ def test_a_file_of_others_is_left_out_with_a_note(tmp_path: Path, content: str, 
     assert OperatorTimes(SETTING, path).seconds(_key(1)) == 1.0
 
 
+def test_an_unreadable_file_is_named_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert len(OperatorTimes(SETTING, tmp_path)) == 0
+    assert caplog.text.count(str(tmp_path)) == 1
+
+
 def test_damaged_entries_are_left_out(tmp_path: Path) -> None:
     path = tmp_path / "times.json"
     damaged = [["conv", [2, 4], "", 1.0], ["conv", [3, 4, 4], "", -1.0], 7, ["conv", [4, 4, 4], "", "x"]]
