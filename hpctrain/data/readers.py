@@ -373,9 +373,9 @@ class BlockReader(ReadImages):
         self._unreadable.add(actual)
         count = self.extents.count
         if len(self._unreadable) > policy.most or len(self._unreadable) == count:
+            limit = f", but data.max_unreadable allows {policy.most}" if len(self._unreadable) > policy.most else ""
             raise UnreadableError(
-                f"S{named}; {len(self._unreadable):,} of {count:,} samples are unreadable, but data.max_unreadable "
-                f"allows {policy.most}{policy.place}."
+                f"S{named}; {len(self._unreadable):,} of {count:,} samples are unreadable{limit}{policy.place}."
             )
         held_out = policy.held_out
         others = ((sample + distance) % count for distance in range(1, count))

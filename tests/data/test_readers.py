@@ -198,7 +198,7 @@ def test_a_file_that_is_gone_as_a_whole_is_an_error(make_file, monkeypatch):
     file, _, _ = make_file(count=9, shape=SHAPE)
     file.pixels.policy = ReadPolicy(100, "", ())
     BadDisk(monkeypatch, file, set(range(9)), errno.ENOTCONN)
-    with pytest.raises(UnreadableError, match="9 of 9 samples are unreadable"):
+    with pytest.raises(UnreadableError, match=r"9 of 9 samples are unreadable\.$"):
         file.pixels[2]
 
 
