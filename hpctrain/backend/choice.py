@@ -139,7 +139,7 @@ def _gpu(place: NodePlace) -> Device:
         count = gpu_count()
     except BackendError as error:
         raise BackendError(
-            f"Backend cuda needs an NVIDIA driver for its CUDA version ({error}); install one, {_OTHERWISE}."
+            f"CUDA cannot be used here ({error}); if an NVIDIA driver for its version is missing, install one, {_OTHERWISE}."
         ) from error
     if not count:
         shown = repr(os.environ[_VISIBLE]) if _VISIBLE in os.environ else "not set"

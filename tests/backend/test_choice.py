@@ -173,7 +173,7 @@ def test_what_is_no_seed_is_refused(seed: str, monkeypatch: pytest.MonkeyPatch) 
         (
             {"gpus": -1},
             NodePlace(),
-            r"needs an NVIDIA driver for its CUDA version \(cudaErrorInsufficientDriver.*; install one, or",
+            r"CUDA cannot be used here \(cudaErrorInsufficientDriver.*; if an NVIDIA driver for its version is missing, install",
         ),
         ({"gpus": 0}, NodePlace(), r"finds no GPU for this process \(CUDA_VISIBLE_DEVICES is not set\); request one"),
         ({"cudnn": False}, NodePlace(), r"need cuDNN and its frontend; install hpctrain\[gpu13\]"),
