@@ -186,7 +186,7 @@ def read(path: str | Path) -> Machine:
         raise ConfigError(f"{path}: Byte {error.start} is not valid UTF-8; save the file as UTF-8.") from None
     except OSError as error:
         raise ConfigError(
-            f"Cannot read the machine file {path} ({error.strerror}); grant read permission, or give another file."
+            f"Cannot read the machine file {path} ({error.strerror}); pass the path of a readable YAML file."
         ) from None
 
 
