@@ -138,7 +138,7 @@ def fetch(
         DataError: no source has the files (the message explains how to obtain them), a file has another checksum, or existing
             files of these names have other classes.
     """
-    with system_errors_as(f"{data_set.title} cannot be written to {out}"):
+    with system_errors_as(f"{data_set.title} cannot be fetched to {out}"):
         if sources is None:
             sources = (already_there, debian_package, partial(download, bar=bar))
         paths = {split: out / f"{split}.h5" for split in data_set.splits}

@@ -108,7 +108,7 @@ def test_files_that_are_something_else_are_kept_unless_they_may_be_overwritten(t
 def test_a_directory_that_cannot_be_made_is_one_sentence(tmp_path):
     data_set = make_source(tmp_path / "source")
     (tmp_path / "file").write_text("")
-    with pytest.raises(DataError, match=r"Fashion-MNIST cannot be written to .*: (Not a directory|File exists)"):
+    with pytest.raises(DataError, match=r"Fashion-MNIST cannot be fetched to .*: (Not a directory|File exists)"):
         fetch(tmp_path / "file" / "out", data_set, [forbidden])
 
 
