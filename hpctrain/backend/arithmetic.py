@@ -272,7 +272,7 @@ class Arithmetic(ABC):
 
     @abstractmethod
     def zeros(self, size: int, dtype: str) -> Array:
-        """Return a flat array of zeros. For set-up only."""
+        """Return a flat array of `size` zeros of `dtype`. For set-up only."""
 
     @abstractmethod
     def copy(self, target: Array, source: Array) -> None:
@@ -280,7 +280,7 @@ class Arithmetic(ABC):
 
     @abstractmethod
     def fill(self, target: Array, value: float) -> None:
-        """Set every element to a value."""
+        """Set every element of `target` to `value`."""
 
     @abstractmethod
     def add(self, target: Array, source: Array) -> None:

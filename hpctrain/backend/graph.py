@@ -98,7 +98,7 @@ class GraphBuilder:
         input_first: bool = False,
         frozen: bool = False,
     ) -> int:
-        """Append a node and return the number of its output.
+        """Append a node (arguments: see `Node`), and return the number of its output.
 
         Raises:
             ShapeError: the inputs do not fit the spec. The message begins with the layer's name.

@@ -1,8 +1,9 @@
 """The interface between layers and arithmetic: operators, made at set-up and run every step, and the kernel sets that make them.
 
 A kernel set turns a spec into an `Operator`. The program (nn) plans memory from the operator's declarations and binds the
-operator to its buffers once. Afterwards it only calls `forward`, `backward_parameters` and `backward_input`. An operator
-allocates nothing after `bind` (scratch and saved memory are planned for it), and keeps no reference to anything but its buffers.
+operator to its buffers once. Afterwards it calls `forward`, `backward_parameters`, `backward_input` and methods of abilities. An
+operator allocates nothing large after `bind` (scratch and saved memory are planned for it), and keeps no reference to anything
+but its buffers.
 
 Optional abilities of operators and kernel sets are base classes, one for each ability. A program also works without them, but
 takes more memory, or waits when it could compute. A plan tests for abilities once, when it is made; a step hardly tests at all.
@@ -273,10 +274,7 @@ class PlainOperator(Operator):
 
 @dataclass
 class LossSums:
-    """Sums over one micro-batch, which are added to the step's sums.
-
-    They are not means, since ranks may have different numbers of samples.
-    """
+    """Sums over one micro-batch, not means, since ranks may have different numbers of samples. A step adds them up."""
 
     loss: float  # sum over the samples, undivided
     top1: int  # number of samples whose label has the largest logit

@@ -45,7 +45,7 @@ class Resampling:
         return replace(self, boxes=self.boxes[samples])
 
     def resized(self, image: np.ndarray, number: int) -> np.ndarray:
-        """Return one image (h, w, C) uint8 of the batch, resized to (H, W, C) uint8."""
+        """Return image `number` of the batch, (h, w, C) uint8, resized to (H, W, C) uint8."""
         top, left, height, width = self.boxes[number].tolist()
         return resized(image[top : top + height, left : left + width], self.size, interpolates=self.interpolates)
 

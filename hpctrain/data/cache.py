@@ -93,12 +93,12 @@ ALONE = NodeRank(0, 1)
 
 
 def bytes_for(held: int, image_bytes: int) -> int:
-    """Return the bytes of memory for `held` samples of one size."""
+    """Return the bytes of memory for `held` samples of `image_bytes` bytes, and their states."""
     return _states_bytes(held) + held * image_bytes
 
 
 def held_in(limit_bytes: int, samples: int, image_bytes: int) -> int:
-    """Return how many of `samples` samples fit into a memory of `limit_bytes` bytes."""
+    """Return how many of `samples` samples of `image_bytes` bytes fit into a memory of `limit_bytes` bytes."""
     most = max(0, (limit_bytes - _ALIGNMENT_BYTES) // (image_bytes + 1))
     return min(samples, most)
 
@@ -285,7 +285,7 @@ class SampleCache(ReadImages):
         self._counts.add(Origin.FILE, len(samples), n_bytes)
 
     def _bring(self, samples: np.ndarray, places: np.ndarray, out: np.ndarray | None) -> None:
-        """Read samples from the source and store them, or wait for ranks that are reading them."""
+        """Read samples[places] and store them, or wait for ranks that read them; also write them to `out` unless it is None."""
         at_once = max(1, _BYTES_AT_ONCE // max(1, self.image_bytes))
         waited_seconds = 0.0
         while len(places):
@@ -346,7 +346,7 @@ class FillingPlan:
         return min(self.samples, rounds * self.at_once * len(self.memory_of))
 
     def chunk(self, turn: int, rank: int) -> tuple[int, int]:
-        """Return the interval [first, stop) of samples that a rank reads in a round; empty if it reads none."""
+        """Return the interval [first, stop) of samples that a rank reads in round `turn`; empty if it reads none."""
         first = min(self.samples, self._number(turn, rank) * self.at_once)
         return first, min(self.samples, first + self.at_once)
 

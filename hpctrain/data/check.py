@@ -42,7 +42,7 @@ class FileFinding:
 
     kind: str
     damage: bool
-    sentence: str
+    sentence: str  # what was found, without a full stop
     samples: tuple[int, ...] = ()
 
 
@@ -62,7 +62,7 @@ class CheckedFile:
 
 
 def check_file(path: Path, threads: int = 1, advance: Advance = lambda count: None) -> CheckedFile:
-    """Read a whole data file, and return findings about damage, duplicates and empty classes.
+    """Read a whole data file, decoding in `threads` threads, and return findings about damage, duplicates and empty classes.
 
     Raises:
         DataError: the file is missing, unreadable, or so damaged that its samples cannot be located or its classes named.

@@ -205,7 +205,7 @@ def _applications(content: bytes) -> list[bytes] | None:
 
 
 def _opened(content: bytes, max_pixels: int, value_range: ValueRange | None) -> Image.Image:
-    """Return the decoded picture, upright."""
+    """Return the picture as Pillow decodes it, upright; if its metadata are damaged, without them."""
     try:
         return _loaded(content, max_pixels, value_range)
     except (DataError, *_BOMBS):
@@ -345,7 +345,7 @@ def _plain_jpeg(content: bytes, exif: bool) -> bytes:
 
 
 def _plain_tiff(content: bytes, order: str) -> bytes:
-    """Return a TIFF file without the metadata tags of its first directory. Offsets remain valid."""
+    """Return a TIFF file in a byte order without the metadata tags of its first directory. Offsets remain valid."""
     try:
         (place,) = struct.unpack_from(f"{order}I", content, 4)
         (count,) = struct.unpack_from(f"{order}H", content, place)
@@ -491,7 +491,7 @@ class EncodedReader(BlockReader):
         return int(self._pixel_sums[sample]) if stored_sum == self._sums[sample] else -1 - stored_sum
 
     def _decode_all(self, samples: np.ndarray, outs: list[np.ndarray], patient: bool) -> Mapping[int, str]:
-        """Read and decode samples (n,), and return the reason for each failure, by index in `samples`."""
+        """Read samples (n,) and decode them to `outs`; return the reason for each failure, by index in `samples`."""
         sizes = self.extents.sizes(samples)
         ends = np.cumsum(sizes)
         contents = np.empty(int(sizes.sum()), np.uint8)

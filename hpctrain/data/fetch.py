@@ -50,9 +50,9 @@ class DataSet:
     url: str
     splits: Mapping[str, Mapping[str, str]]
     archive: str | None = None
-    archive_sha256: str = ""
+    archive_sha256: str = ""  # of the archive itself
     package: str | None = None
-    package_directory: Path = Path()
+    package_directory: Path = Path()  # directory of the package's files
 
 
 FASHION_MNIST = DataSet(

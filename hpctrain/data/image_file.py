@@ -271,7 +271,7 @@ def check_labels(path: Path, labels: np.ndarray, classes: int, first: int = 0) -
 
 
 def changed(path: Path, names: Sequence[str]) -> DataError:
-    """Return the error for datasets that do not match their checksums."""
+    """Return the error for datasets `names` of a file that do not match their checksums."""
     return DataError(f"In {path} {', '.join(names)} changed since the file was written; convert it again.")
 
 

@@ -80,7 +80,7 @@ class LocalCopy:
         return False
 
     def write(self, sample: int, stored: memoryview) -> None:
-        """Write a sample if the file has a place for it and the disk has space."""
+        """Write the stored bytes of a sample if the file has a place for it and the disk has space."""
         if self._full or not self.keeps(sample):
             return
         number = sample - self.first
@@ -97,7 +97,7 @@ class LocalCopy:
         self.states[number] = _PRESENT
 
     def _read(self, out: memoryview, offset: int) -> str | None:
-        """Fill `out` from the file, and return the reason for a failure, otherwise None."""
+        """Fill `out` from `offset` of the file, and return the reason for a failure, otherwise None."""
         try:
             return None if read_at(self._descriptor, out, offset) == len(out) else "it is truncated"
         except OSError as error:

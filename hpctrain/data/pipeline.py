@@ -286,7 +286,7 @@ class Pipeline:
         draws = [self._draws(position, one, sample_ids, epoch) for position, one in enumerate(self.augmentations)]
 
         def made(count: int, number: int, wanted: Box) -> np.ndarray:
-            """Return a region of one image after `count` augmentations."""
+            """Return the region `wanted` of image `number` after `count` augmentations."""
             if count == 0:
                 with self._reading:  # files are read by one thread at a time
                     return read(int(sample_ids[number]), wanted)
@@ -374,7 +374,7 @@ class Pipeline:
         return PixelBatch(out, windows, size, scale, shift, self._fill(windows, size, sample_ids, epoch), resampling)
 
     def _fill(self, windows: np.ndarray, size: tuple[int, int], sample_ids: np.ndarray, epoch: int) -> float:
-        """Set the filled boxes of images of `size` (H, W), and return the number that they are filled with."""
+        """Set the filled boxes of `windows` in images of `size` (H, W), and return the number that they are filled with."""
         step = filling(self.normalised)
         if step is None:
             return 0.0
@@ -401,7 +401,7 @@ class Pipeline:
         return images
 
     def _normalise(self, images: np.ndarray, out: np.ndarray) -> np.ndarray:
-        """Normalise images by a table or by arithmetic, with bitwise equal results."""
+        """Normalise uint8 images into `out` by a table or by arithmetic, with bitwise equal results, and return it."""
         n, h, w, c = images.shape
         if h * w * c >= LEAST_FOR_OPENCV and 1 < c <= 4:
             from hpctrain.data import opencv

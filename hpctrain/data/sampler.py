@@ -240,7 +240,7 @@ class Mixing:
         return (self.mixup > 0 or self.cutmix > 0) and self.probability > 0
 
     def draw(self, epoch: int, first: int, height: int, width: int) -> Mix | None:
-        """Return the mixing of the step that begins with the epoch's sample `first`; None if it is not mixed."""
+        """Return the mixing of the step from the epoch's sample `first` on, for images of (height, width); None if not mixed."""
         uniforms = _uniforms(counter_random.key("mixing", self.seed, epoch), first)
         if next(uniforms) >= self.probability or not (self.mixup or self.cutmix):
             return None
@@ -272,7 +272,7 @@ def _beta(alpha: float, uniforms: Iterator[float]) -> float:
 
 
 def _uniforms(stream: counter_random.Key, sample: int) -> Iterator[float]:
-    """Yield uniform numbers in [0, 1), endlessly."""
+    """Yield the uniform numbers in [0, 1) of a sample's stream, endlessly."""
     begin = 0
     while True:
         indices = range(begin, begin + _UNIFORMS_AT_ONCE)

@@ -60,11 +60,11 @@ class _TiledArrays:
         staging.upload(self._table, np.array([*rows, (0, 0, self._tiles)], np.int64))
 
     def memory(self, size: int, dtype: str) -> DeviceArray:
-        """Return zeroed memory of the device."""
+        """Return a flat array of `size` zeros of `dtype` in the device's memory."""
         return self._runtime.device.allocate(size * item_bytes(dtype)).view(dtype)
 
     def _launch_tiles(self, source: str, kernel: str, out: DeviceArray) -> None:
-        """Enqueue a kernel over all tiles."""
+        """Enqueue a kernel of <source>.cu over all tiles, which writes to `out`."""
         grid = grid_for(self._tiles, 1, self._runtime.device.multiprocessors)
         arguments = (self._table, np.int32(self.count), out, np.int64(self._tiles))
         self._runtime.launch(source, kernel, grid, (_THREADS,), *arguments)
@@ -431,7 +431,7 @@ def _launch_pixels(
     means: DeviceArray,
     scale: float,
 ) -> None:
-    """Enqueue a kernel of pixel_sums.cu over the packs of the target."""
+    """Enqueue a kernel of pixel_sums.cu over the packs of the target, between `images` (N, H, W, C) and `means` (N, 1, 1, C)."""
     n, height, width, channels = images.shape
     assert means.shape == (n, 1, 1, channels), f"{means!r} does not have one pixel for each of {images!r}"
     assert target.dtype == source.dtype, f"{source!r} does not have the dtype of {target!r}"

@@ -94,7 +94,7 @@ _SUMS = 3  # loss, number of labels ranked first, number ranked among the first 
 
 
 class CudaLossHandle:
-    """Implementation of `LossHandle` for the sums of one batch."""
+    """Implementation of `LossHandle` for the sums of one batch of `count` samples; None: the batch is empty."""
 
     def __init__(self, sums: CudaFetch | None, count: int) -> None:
         self._sums, self._count = sums, count

@@ -40,7 +40,7 @@ _FIRST_WITH_SLICES = 23000  # NCCL 2.30 identifies devices by UUID, earlier vers
 
 
 class CupyLinks:
-    """Implementation of `DeviceLinks` by NCCL. The constructor is collective over `peers`, and waits for them.
+    """Implementation of `DeviceLinks` by NCCL, on the stream at address `pointer`. The constructor waits for all `peers`.
 
     Raises:
         BackendError: NCCL cannot connect the GPUs.

@@ -290,7 +290,7 @@ def grid_for(items: int, block: int, multiprocessors: int, *, waves: int = 8) ->
 
 
 def pack_width(dtype_bytes: int, channels: int, arrays: Sequence[DeviceArray | None] = ()) -> int:
-    """Return how many elements a thread moves at once: 16 B if `channels` fill whole packs and addresses are aligned, or 1."""
+    """Return how many elements a thread moves at once: 16 bytes if `channels` and addresses are multiples of them, else one."""
     width = 16 // dtype_bytes
     fits = channels % width == 0 and all(array is None or array.pointer % 16 == 0 for array in arrays)
     return width if fits else 1

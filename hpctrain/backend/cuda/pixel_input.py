@@ -116,7 +116,7 @@ class _Slot:
         self.uploaded, self.read = device.event(), device.event()
 
     def fill(self, parts: Sequence[np.ndarray], starts: Sequence[int]) -> None:
-        """Copy parts of a batch to pinned memory, after its latest upload is done."""
+        """Copy parts of a batch to the offsets `starts` of pinned memory, after its latest upload is done."""
         self.uploaded.synchronize()
         for start, part in zip(starts, parts, strict=False):
             place = self.pinned[start : start + part.nbytes].view(part.dtype).reshape(part.shape)

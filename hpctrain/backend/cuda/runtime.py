@@ -46,7 +46,7 @@ class CudaRuntime:
     """
 
     device: Device
-    stream: DeviceStream
+    stream: DeviceStream  # stream of all computation
     precision: Precision = "float32"
     threads: int = field(default=THREADS)
     graphs: bool = True

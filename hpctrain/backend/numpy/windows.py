@@ -177,8 +177,8 @@ class ColumnChunk:
     start: int
     stop: int
     matrix: np.ndarray
-    zeros: list[np.ndarray]
-    copies: list[tuple[np.ndarray, np.ndarray]]
+    zeros: list[np.ndarray]  # parts of the padded rows outside the image
+    copies: list[tuple[np.ndarray, np.ndarray]]  # (target, source) of each copy, in order
 
     @property
     def pixels(self) -> slice:

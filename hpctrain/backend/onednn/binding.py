@@ -281,14 +281,14 @@ class Descriptor:
 
     @classmethod
     def tagged(cls, engine: Engine, shape: Sequence[int], tag: str, dtype: str = "float32") -> Descriptor:
-        """Return a descriptor with a named format; "any" leaves the choice to the primitive."""
+        """Return a descriptor of `shape` in the format named `tag`; "any" leaves the choice to the primitive."""
         label = f"a descriptor of {tuple(shape)} as {tag}"
         create = "dnnl_memory_desc_create_with_tag"
         return cls(engine, engine.create(create, label, len(shape), dims(shape), c.DATA_TYPE[dtype], c.FORMAT_TAG[tag]))
 
     @classmethod
     def strided(cls, engine: Engine, shape: Sequence[int], strides: Sequence[int]) -> Descriptor:
-        """Return a descriptor of float32 memory with strides in elements."""
+        """Return a descriptor of float32 memory of `shape` with strides in elements."""
         label = f"a descriptor of {tuple(shape)} with strides {tuple(strides)}"
         create = "dnnl_memory_desc_create_with_strides"
         made = cls(engine, engine.create(create, label, len(shape), dims(shape), c.DATA_TYPE["float32"], dims(strides)))

@@ -332,7 +332,7 @@ class ProductWeightGradient:
         self.scratch_bytes = total_bytes(self._requests)
 
     def bind(self, x: Array, dy: Array, weight: Array, bias: Array | None, buffer: Array) -> Work:
-        """Return the gradients as a call on fixed memory."""
+        """Return the call that writes the gradients to `weight` and `bias` (None: no bias), with `buffer` as scratch."""
         library, plain_x, plain_y, column, padded = carve(buffer, self._requests)
         (chunk,) = self._columns.bind(plain_x.reshape(self._x.shape), column, padded)
         works: list[Work] = [self._load_x.bind(x, plain_x, library), self._load_y.bind(dy, plain_y, library), chunk.fill]
@@ -485,7 +485,7 @@ class Conv2dOperator(OutputReadOnce, ParameterCopies, FollowsOperator, LibraryOp
         return plan.forward.bind(memories, library)
 
     def _prepare(self, use: str, source: Descriptor, plain: Array, target: Descriptor, room: Array) -> tuple[Work | None, Array]:
-        """Return (copy of the weights, array that the kernel reads). The copy flips the kernel if `use` requires it.
+        """Return (copy of weights `plain` to format `target` in `room`, array to read). It flips the kernel if `use` requires it.
 
         The copy is None if both formats are the same and no kernel is flipped, or if `self._first` has already made one.
         """

@@ -82,10 +82,10 @@ class Tiling:
         block: number of channels in a block of the layout of x and y.
     """
 
-    batch: int
+    batch: int  # N
     size: Pair
-    channels_in: int
-    channels_out: int
+    channels_in: int  # C
+    channels_out: int  # K
     padding: Edges
     block: int
 
@@ -409,7 +409,7 @@ class Outputs:
         return [self._transform.bind(scratch.right, scratch.plain, scratch.library)]
 
     def store(self, chunk: Chunk, y: Array, scratch: WinogradScratch, *, accumulate: bool) -> list[Work]:
-        """Return the calls that write the chunk's part of y."""
+        """Return the calls that write the chunk's part of y, or add to it."""
         if accumulate not in self._copies:
             self._copies[accumulate] = self._corners.scattering(accumulate)
         first = self._corners.first(chunk, y)
@@ -636,7 +636,7 @@ class WeightGradient(_Winograd):
         self._place([*primitives, self._write.primitive, self._add.primitive], taps_alone=len(self._chunks) == 1)
 
     def bind(self, x: Array, dy: Array, weight: Array, bias: Array | None, buffer: Array) -> Work:
-        """Return the gradients as a call on fixed memory."""
+        """Return the call that writes the gradients to `weight` and `bias` (None: no bias), with `buffer` as scratch."""
         scratch, plain = self._scratch_plan.carve(buffer), weight.reshape(-1)
         patches = {form: self._patches[form].transform(scratch) for form in self._forms}
         adding = {form: self._gradients_of(form, bias, scratch, add=True) for form in {chunk.form for chunk in self._chunks[1:]}}

@@ -101,7 +101,7 @@ class RandomResizedCrop(ResamplingAugmentation):
         return top, left, height, width
 
     def boxes(self, height: int, width: int, u: np.ndarray) -> NDArray[np.int64]:
-        """Return windows (N, 4) int64 within (height, width): top, left, height and width of each."""
+        """Return the windows (N, 4) int64 within (height, width) for u (N, draws): top, left, height and width of each."""
         area = height * width * (self.scale[0] + (self.scale[1] - self.scale[0]) * u[:, 0 : 2 * _RESIZE_TRIES : 2])
         low, high = math.log(self.ratio[0]), math.log(self.ratio[1])
         aspect = np.exp(low + (high - low) * u[:, 1 : 2 * _RESIZE_TRIES : 2])

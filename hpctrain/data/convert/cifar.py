@@ -30,7 +30,7 @@ class _RecordFormat:
     files: tuple[str, ...]
     label_bytes: int
     label: int
-    names: str
+    names: str  # file of the class names
     classes: int
 
 

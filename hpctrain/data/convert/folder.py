@@ -318,7 +318,7 @@ class Search:
                 yield path, is_directory
 
     def pictures(self, top: Path, of_class: str = "") -> list[Path]:
-        """Return the pictures below a directory, sorted.
+        """Return the pictures below the directory of a class, sorted.
 
         A directory that belongs to two classes through links is searched for both, with a warning in the log.
         """
@@ -351,7 +351,7 @@ class Search:
         return sorted(found)
 
     def leave_out(self, reason: str, path: Path) -> None:
-        """Record a path as left out."""
+        """Record a path as left out for a reason."""
         self._left_out[reason].append(path)
 
     def left_out(self) -> tuple[LeftOut, ...]:

@@ -299,7 +299,7 @@ def _allreduce(n_bytes: float, ranks: int) -> list[_Round]:
 
 
 def _halving(n_bytes: float, power: int, *, sums: bool = False) -> list[_Round]:
-    """Return the rounds of halving: half of the buffer to the farthest rank, then a quarter to one at half the distance, etc."""
+    """Return the rounds that halve a buffer over `power` ranks: half to the farthest rank, a quarter to one half as far, etc."""
     return [_Round(n_bytes * distance / power, distance, sums=sums) for distance in reversed(_powers(power))]
 
 
@@ -365,7 +365,7 @@ def _stage(machine: Machine, run: Sequence[tuple[_Round, float]], placement: Gro
 
 
 def _message_costs(link: Link, rounds: Sequence[_Round]) -> tuple[float, float]:
-    """Return the latency of all messages, and the mean time per byte."""
+    """Return (latency of all messages of the rounds, mean time of a byte) on a link, in seconds."""
     segments = [link.segment(one.n_bytes) for one in rounds]
     latency = sum(one.messages * segment.alpha_seconds for one, segment in zip(rounds, segments, strict=True))
     sizes = [one.messages * one.n_bytes for one in rounds]
@@ -471,7 +471,7 @@ class MessageCosts:
     def _exchange(
         self, n_bytes: float, work_bytes: float, placement: GroupPlacement | None = None
     ) -> tuple[CollectiveStage, ...]:
-        """Return the stages in which all ranks send rounded parts to their owners, which add them up."""
+        """Return the stages in which all ranks send rounded parts of a buffer to their owners, which add them up."""
         exchanged = stages(self.machine, OperationKind.INPUTS, self._sent(n_bytes), placement or self.placement)
         return self._working(exchanged, work_bytes)
 
@@ -509,7 +509,7 @@ class MessageCosts:
         return stages(self.machine, OperationKind.ALLGATHER, nodes * elements * (self.item_bytes + INDEX_BYTES), across)
 
     def _working(self, stages_of: tuple[CollectiveStage, ...], work_bytes: float) -> tuple[CollectiveStage, ...]:
-        """Return the stages with a core's work added to the first stage."""
+        """Return the stages with a core's work, to read and write `work_bytes`, added to the first stage."""
         if not stages_of:
             return ()
         seconds, first = self.memory_seconds(work_bytes), stages_of[0]

@@ -87,7 +87,7 @@ def seconds_with_threads(one_thread: float, full_threads: float, full: int, thre
     If the speed-up from one to `full` threads exceeds `full`, a is negative. In this case, the seconds beyond `full` threads
     are inversely proportional to the number of threads, so that they remain positive.
 
-    The number `full` of the second point is at least 2.
+    The known points are `one_thread` seconds with one thread, and `full_threads` seconds with `full` threads, at least 2.
     """
     if threads in (1, full):
         return one_thread if threads == 1 else full_threads
@@ -280,7 +280,7 @@ class Machine:
         return self.with_ranks_per_node(min(self.ranks_per_node, max(1, self.cores_per_node // threads)), threads)
 
     def _rate(self, kind: OperatorClass, ranks_per_node: int, threads: int) -> OperatorRate:
-        """Return the rate of a rank with `threads` threads while `ranks_per_node` ranks of a node compute."""
+        """Return a class's rate on a rank with `threads` threads while `ranks_per_node` ranks of a node compute."""
         one, full = self.single_thread_rates[kind], self.rates[kind]
 
         def between(one_thread: float, full_threads: float) -> float:

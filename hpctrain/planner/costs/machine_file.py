@@ -240,7 +240,7 @@ def text(machine: Machine) -> str:
 
 
 def source_of(machine: Machine, key: str) -> str:
-    """Return the source of a number or of the nearest section around it; "not stated" if there is none."""
+    """Return the source of the number at a dotted key, or of the nearest section around it; "not stated" if there is none."""
     while key:
         if key in machine.sources:
             return machine.sources[key]

@@ -133,7 +133,7 @@ class Setting:
 
     processor: str
     kernels: str
-    threads: int = 1
+    threads: int = 1  # of each rank
     concurrency: int = 1
 
     def __str__(self) -> str:
@@ -145,7 +145,7 @@ _INSTRUCTION_SETS = ("avx2", "fma", "avx512f", "avx512_bf16", "avx512_fp16", "av
 
 
 def setting_here(kernels: KernelSet, threads: int, concurrency: int) -> Setting:
-    """Return the setting of this process: its processor, and the versions of the software that computes."""
+    """Return the setting of this process and its software, for `threads` threads on each of `concurrency` ranks."""
     version = getattr(kernels, "version", "")
     versions = f"{kernels.name} {version}".strip() + f", NumPy {np.__version__}, hpctrain {__version__}"
     known = processor_flags()

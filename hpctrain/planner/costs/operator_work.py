@@ -165,7 +165,7 @@ class OperatorWork:
         winograd_flops: number of operations if the kernel computes by Winograd, otherwise 0; `flops` is that of a direct kernel.
     """
 
-    kind: OperatorClass
+    kind: OperatorClass  # class whose rate applies
     flops: int
     bytes: int
     weight_bytes: int = 0

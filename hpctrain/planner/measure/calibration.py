@@ -219,7 +219,7 @@ class RankFacts:
     cores: frozenset[int]
     memory_bytes: int
     processor: str
-    threads: int = 1
+    threads: int = 1  # of the rank
 
 
 @dataclass(frozen=True)
@@ -258,7 +258,7 @@ def calibrate(
     """Measure the machine on which the job runs. Collective over `comm`; return the same machine on every rank.
 
     Args:
-        when: date, for the sources of the numbers.
+        name, when: name of the machine, and date for the sources of its numbers.
         seconds: time for the whole measurement. Links take at most 60 % of it if one pass over all sizes fits; the rest is not
             limited.
         measure_threads: function that measures the effect of this rank's threads, called if every rank has one thread per core
@@ -353,7 +353,7 @@ def _within(
 def _between(
     comm: Communicator, progress: ProgressEngine, layout: _Layout, source: str, budget_seconds: float
 ) -> tuple[Link, int, dict[str, str]]:
-    """Return the link, the number of ranks that share a network card, and the sources of both."""
+    """Measure the link between nodes. Return it, the number of ranks that share a network card, and the sources of both."""
     if layout.nodes == 1:
         reason = "not measured: one node"
         return _USUAL_BETWEEN, layout.ranks_per_node, {"between": f"{reason}; 10 Gb/s Ethernet", "ranks_per_card": reason}
@@ -391,6 +391,6 @@ def _sharing(alone: Sequence[MessagePoint], at_once: Sequence[MessagePoint], ran
 
 
 def _number(layout: _Layout, rank: int, key: Callable[[int, int], tuple[int, int]]) -> int | None:
-    """Return the index of the rank's pair among all pairs in the order of their keys; None if the rank has no partner."""
+    """Return the index of the rank's pair among the pairs with one `key(node, local rank)`, sorted; None without a partner."""
     keys = [key(node, local) for node, local in zip(layout.node_of, layout.local, strict=True)]
     return sorted(set(keys)).index(keys[rank]) if keys.count(keys[rank]) == 2 else None

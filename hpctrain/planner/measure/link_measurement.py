@@ -135,7 +135,7 @@ class LinkProbe:
         return [_point([of_pass[k] for of_pass in passes]) for k in range(len(sizes))]
 
     def _pass(self, sizes: Sequence[int], polls: bool, end: float) -> list[_Raw]:
-        """Measure each size; stop early if a size takes too long or the time is up."""
+        """Measure each size. After at least two, stop early if a size takes too long or the time is later than `end`."""
         numbers: list[_Raw] = []
         for n_bytes in sizes:
             of_all = self._all_ranks.allgather_object(None if self._pair is None else self._measure_size(n_bytes, polls))
@@ -194,7 +194,7 @@ class LinkProbe:
         return least
 
     def _polls(self, post: Callable[[], Handle], gap_seconds: float) -> int:
-        """Return the number of polls until an operation completes, with computation between them."""
+        """Return the number of polls until an operation completes, with `gap_seconds` of computation between them."""
         assert self._queue is not None
         self._meet()
         _busy(gap_seconds / 3)
@@ -315,7 +315,7 @@ def segments(points: Sequence[MessagePoint], burst_bytes: int = 0) -> tuple[Link
 
 
 def _uncovered_seconds(n_bytes: int, seconds: float, rate: float, burst_bytes: int) -> float:
-    """Return the time of a message after a pause, without the bytes that exceed the burst."""
+    """Return the seconds of a message after a pause, less those of its bytes beyond the burst, at `rate` seconds per byte."""
     covered = n_bytes < _COVERED * burst_bytes  # a message that barely fits does not wait for the link
     return seconds if covered else max(0.0, seconds - rate * (n_bytes - burst_bytes))
 

@@ -74,7 +74,7 @@ class FakeStatisticsMerger:
 
 
 def fake_mergers(split: int, data: int) -> dict[str, FakeStatisticsMerger]:
-    """Return a merger for each value of `BatchNormSpec.merge`."""
+    """Return a merger for each value of `BatchNormSpec.merge`, on a grid of `split` x `data` ranks."""
     return {"all": FakeStatisticsMerger(split * data), "split": FakeStatisticsMerger(split), "data": FakeStatisticsMerger(data)}
 
 
@@ -267,8 +267,8 @@ class RankProgram:
 
     graph: Graph
     shards: Mapping[str, Shard]
-    split_ranks: int
-    data_ranks: int
+    split_ranks: int  # ranks of a split group
+    data_ranks: int  # ranks of a data group
     exchanged_samples: int
 
 
@@ -283,7 +283,7 @@ class Coverage:
 
     programs: int
     left: int
-    seconds: float
+    seconds: float  # duration of the measurement
 
 
 def rank_programs(job: Job, candidate: Candidate) -> Iterator[RankProgram]:
@@ -315,7 +315,7 @@ def keys_of(plan: ExecutionPlan) -> dict[tuple[Action, int], OperatorKey]:
 
 
 def record(times: OperatorTimes, plan: ExecutionPlan, parameters: int, step: ProgramTimes) -> None:
-    """Store all times of a step with `parameters` updated elements; for operators with the same key, store the mean."""
+    """Store all times of a step of `plan` with `parameters` updated elements; the mean for operators with the same key."""
     by_key: dict[OperatorKey, list[float]] = {}
     for phase, key in keys_of(plan).items():
         by_key.setdefault(key, []).append(step.actions[phase])

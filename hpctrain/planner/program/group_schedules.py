@@ -49,7 +49,7 @@ class GroupSchedule:
     samples: tuple[int, ...]
     schedule: CollectiveSchedule | None
     order: tuple[int, ...] | None = None
-    rounding: Rounding | None = None
+    rounding: Rounding | None = None  # of the messages; None: no rounding
     shards: int | None = None
 
     @property
@@ -107,7 +107,7 @@ class GroupStrategy:
     group: str
     split_ranks: tuple[int, ...]
     strategy: Strategy
-    samples: tuple[int, ...]
+    samples: tuple[int, ...]  # samples of the step, by rank of the group
 
     @property
     def planned(self) -> PlannedGroup:

@@ -56,7 +56,7 @@ class StepFacts:
     sizes: Mapping[str, int]
     exchanging: Mapping[str, str]
     merging: Mapping[str, int]
-    message_bytes: int
+    message_bytes: int  # of the step's message
     accumulated: Collection[str] = ()
 
 
@@ -83,7 +83,7 @@ def rank_tasks(
 
 
 def _passes(parts: Sequence[tuple[ExecutionPlan, int]], together: int) -> Iterator[Sequence[tuple[ExecutionPlan, int]]]:
-    """Yield the parts of each pass. Parts whose plans differ run one after another, as in a run."""
+    """Yield the parts of each pass, at most `together`. Parts whose plans differ run one after another, as in a run."""
     for first in range(0, len(parts), together):
         of_pass = parts[first : first + together]
         actions = of_pass[0][0].forward, of_pass[0][0].backward
@@ -204,7 +204,7 @@ class _PassTasks:
         self._compute(step, Action.INPUT, self._seconds(k, Action.INPUT))
 
     def _announced(self, kind: EventKind, names: Sequence[str]) -> list[Task]:
-        """Return the announcements of those parameters that this rank holds at least in part."""
+        """Return an event of `kind` for each of those parameters that this rank holds at least in part."""
         return [Happens(self._facts.groups[name], LocalEventKey(kind, name)) for name in names if self._facts.sizes[name]]
 
     # -- moves within the split group ------------------------------------------------------------------------------------------

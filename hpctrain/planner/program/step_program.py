@@ -110,7 +110,7 @@ def alike_ranks(job: Job, candidate: Candidate, strategies: Sequence[GroupStrate
 
 
 def _groups_of(strategies: Sequence[GroupStrategy], rows: int) -> list[dict[str, str]]:
-    """Return a mapping from parameter group to key for each split rank."""
+    """Return, for each of the `rows` split ranks, the key of the strategy of each parameter group."""
     groups: list[dict[str, str]] = [{} for _ in range(rows)]
     for key, of_group in zip(group_keys(strategies), strategies, strict=True):
         for row in of_group.split_ranks:
@@ -120,10 +120,7 @@ def _groups_of(strategies: Sequence[GroupStrategy], rows: int) -> list[dict[str,
 
 
 def _shares(job: Job, candidate: Candidate) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], int, int]]:
-    """Yield the distinct split groups: samples of their ranks, additions after each part, index of the first, number of groups.
-
-    Without shards there are at most two.
-    """
+    """Yield the distinct split groups: samples of the ranks, additions after each part, index of the first, number of groups."""
     cols, passes = candidate.plan.cols, job.passes(candidate)
     parts = passes.micro_batches
     additions = [tuple(int(parts > 1) for _ in range(parts))] * cols
@@ -222,7 +219,7 @@ def rank_memory(
 
 
 def _owned(schedule: CollectiveSchedule, sizes: Mapping[str, int]) -> int:
-    """Return the number of elements that the first rank updates, which is the maximum over ranks."""
+    """Return the number of elements that the first rank of a schedule updates, which is the maximum over ranks."""
     replicated = sum(sizes[name] for piece in schedule.slices for name in piece.replicated)
     return replicated + sum(piece.owned_size(0, schedule.ranks) for piece in schedule.slices)
 
@@ -279,7 +276,7 @@ def times_of(tasks: Sequence[Task], group: str, layout: GroupLayout) -> Times:
 
 
 def link_model(machine: Machine, placement: GroupPlacement, levels: Levels | None) -> LinkModel:
-    """Return the link that `comm.link` would measure, from a reduce-scatter and an allgather of two sizes."""
+    """Return the link that `comm.link` would measure in a group, from a reduce-scatter and an allgather of two sizes."""
 
     def pair_seconds(elements: int) -> float:
         pair = (OperationKind.REDUCE_SCATTER, OperationKind.ALLGATHER)

@@ -64,7 +64,7 @@ class AveragingCosts:
 
     Args:
         element_seconds: seconds to update one element.
-        total_bytes: bytes of all gradients.
+        total_bytes, item_bytes: bytes of all gradients, and of one element.
         batch: samples of a step over all ranks.
         exchange: whether micro-batches and options allow linear layers to exchange inputs and errors.
     """
@@ -90,7 +90,7 @@ class AveragingCosts:
         }
 
     def seconds(self, parts: AveragedParts, *, split: bool) -> AveragingSeconds:
-        """Return the time to average the gradients of parameters over all ranks, or a data group if split, and update them."""
+        """Return the time to average the gradients of `parts` over all ranks, or a data group if `split`, and to update them."""
         group, item = self._groups[split], self._item_bytes
         exchanging = [size for size in parts.linear if self._exchanged(size, group)]
         elements = parts.elements - sum(size.inputs * size.outputs for size in exchanging)
@@ -154,7 +154,7 @@ class _GroupCosts:
         return AveragingSeconds(small.program * messages, small.wire * messages)
 
     def operation(self, kind: OperationKind, n_bytes: float, compression: Compression | None = None) -> AveragingSeconds:
-        """Return the time of one operation."""
+        """Return the time of one operation on a buffer of `n_bytes` bytes."""
         priced = self._costs.stages(kind, n_bytes, compression)
         return AveragingSeconds(sum(stage.cpu_seconds for stage in priced), unhindered_seconds(priced))
 

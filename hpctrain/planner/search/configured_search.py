@@ -287,6 +287,7 @@ def resolved(config: Config, ranks: int | None, machine: str | None, image: Imag
     Args:
         ranks: number of ranks; None: the size of the configured grid.
         machine: file or name of a machine; None: the configured one.
+        image, classes: see `planned_run.prepare`.
 
     Raises:
         ConfigError: a section is auto, but the number of ranks or the machine is unknown, or no plan fits.
@@ -322,7 +323,7 @@ class SimulatedPoint:
     averager: str
     ranks: int
     batch: int
-    grid: tuple[int, int]
+    grid: tuple[int, int]  # (Pr, Pc)
     prediction: Prediction
 
     @property
@@ -476,7 +477,7 @@ def overrides(candidate: Candidate, threads: int | None = None) -> tuple[str, ..
 
 
 def command_line(file: str, words: tuple[str, ...], ranks: int) -> str:
-    """Return the command that trains a configuration file with overrides on `ranks` ranks, quoted for a shell."""
+    """Return the command that trains the configuration `file` with the overrides `words` on `ranks` ranks, quoted for a shell."""
     start = f"mpiexec -n {ranks} python -m mpi4py -m hpctrain train"
     return " ".join((start, *(shlex.quote(word) for word in (file, *words))))
 

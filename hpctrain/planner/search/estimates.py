@@ -261,7 +261,7 @@ class GridEstimates:
 
 
 def unsplit_plan(space: SearchSpace, shape: tuple[int, int]) -> ParallelPlan:
-    """Return a plan with this grid. If the grid splits layers, the plan has the fixed uses and tiles of the space."""
+    """Return a plan on a grid of `shape`. If the grid splits layers, the plan has the fixed uses and tiles of the space."""
     rows, cols = shape
     if rows == 1:
         return ParallelPlan(rows, cols)

@@ -92,7 +92,7 @@ class SegmentCost:
     memory_bytes: int
     whole: AveragedParts
     split: AveragedParts
-    output: Layout
+    output: Layout  # layout of the segment's output
 
 
 class SegmentCosts:

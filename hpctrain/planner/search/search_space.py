@@ -68,7 +68,7 @@ class SearchSpace:
 def kept_sections(config: Config) -> tuple[str, ...]:
     """Return the sections that are not `auto`.
 
-    They include micro_batches, which is never searched because it changes batch statistics.
+    They include micro_batches, which cannot be auto because it changes batch statistics.
     """
     return tuple(section for section in SEARCHED_SECTIONS if section not in config.automatic)
 

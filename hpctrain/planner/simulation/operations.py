@@ -49,7 +49,7 @@ class OperationTask:
         parameter: first parameter of the update.
     """
 
-    text: str
+    text: str  # name in traces
     stream: Stream
     stages: tuple[CollectiveStage, ...]
     events: tuple[LocalEventKey, ...]
@@ -91,7 +91,7 @@ def group_tasks(
     """Return a group's operations on the rank that owns the largest number of elements.
 
     Args:
-        product_seconds: seconds of products, as in `RankClass`; None: there are none.
+        element_seconds, product_seconds: as `update_seconds` and `product_seconds` in `RankClass`; None: there are no products.
     """
     if group.schedule is None:
         costs = MessageCosts(machine, group.placement, None, group.item_bytes, group.rounding, group.shards)
@@ -139,7 +139,7 @@ class _Pricing:
         self._stages: dict[tuple[OperationKind, int, Compression | None, Stream], tuple[CollectiveStage, ...]] = {}
 
     def task(self, operation: Operation, needs: Dependencies) -> OperationTask:
-        """Return the task of one operation."""
+        """Return the task of one operation, which starts after `needs`."""
         k, gather = operation.slice, operation.kind is OperationKind.ALLGATHER
         prepare = update = 0.0
         if operation.kind is OperationKind.NORMS:
@@ -256,7 +256,7 @@ class Member(Protocol):
     """Rank that takes part in a meeting."""
 
     def transfer(self, stage: CollectiveStage, group: SimulatedGroup, ended: Callable[[], None]) -> StageTransfer:
-        """Return the rank's transfer for a stage, not yet begun."""
+        """Return the rank's transfer for a stage, not yet begun. It calls `ended` at its end."""
 
     def stage_ended(self, share: MeetingShare) -> None:
         """Handle the end of a stage. The rank calls `share.next_stage` at the poll that notices the end."""
@@ -325,7 +325,7 @@ class Meeting:
         self._stages = 0
 
     def join(self, member: Member, posted: Posted, stages: Sequence[CollectiveStage], group: SimulatedGroup) -> None:
-        """Add a member that posts the operation."""
+        """Add a member that posts the operation, with its own stages of it."""
         self._shares.append(MeetingShare(self, member, posted, stages, group))
         self._stages = max(self._stages, len(stages))
         if len(self._shares) == self._members:
@@ -388,7 +388,7 @@ class OperationQueue:
         self._in_flight = self._count = 0
 
     def add(self, task: OperationTask, needs: int) -> Posted:
-        """Queue an operation with `needs` dependencies."""
+        """Queue an operation with `needs` incomplete dependencies, and return it."""
         posted = Posted(task.text, self.name, self._count, needs)
         posted.complete = self._complete
         self._count += 1

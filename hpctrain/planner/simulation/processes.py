@@ -44,7 +44,7 @@ class EventRecorder:
         self._end = seconds
 
     def add(self, category: Category, name: str, start: float, stop: float, track: str = "", number: int = 0) -> None:
-        """Record one event."""
+        """Record an event; `track` and `number` are those of an operation in flight."""
         if not self.recording or start >= self._end:
             return
         names, tracks, numbers = self._names, self._tracks, self._numbers
@@ -204,7 +204,7 @@ class SimulatedProcess:
         self.post(self.group_of[queue], posted, task.stages)
 
     def update(self, seconds: float, parameter: str) -> Stretch:
-        """Run an update of the optimiser."""
+        """Run an update of the optimiser that takes `seconds`, and record it under `parameter`."""
         begin = self._loop.now
         yield from self.work(seconds)
         if seconds > 0:
@@ -217,7 +217,7 @@ class SimulatedProcess:
         _complete(share, self._flying, self.recorder, self._loop.now)
 
     def _pay(self, seconds: float, since: float) -> Stretch:
-        """Charge the core for messages: on arrival while the rank waits, otherwise at the poll that notices them."""
+        """Charge the core for messages sent `since` a time: on arrival while the rank waits, otherwise at the noticing poll."""
         begin = self._loop.now
         if not self._attention.attends:
             yield from self.work(seconds)

@@ -106,7 +106,7 @@ class SharedResource:
         return self._position
 
     def start(self, seconds: float, weight: float, action: Act | None) -> SharedJob:
-        """Start a job that takes `seconds` seconds without other jobs, and run `action` at its end."""
+        """Start a job of a weight that takes `seconds` seconds without other jobs, and run `action` at its end."""
         job = SharedJob(self.position + seconds, weight, action)
         self._jobs += 1
         self._weight += weight
@@ -213,7 +213,7 @@ class Cores:
             self._shared.start(seconds, ranks, action)
 
     def charge(self, seconds: float, ranks: float) -> None:
-        """Charge work that ranks did during a wait, which leaves less time for other ranks on these cores."""
+        """Charge `seconds` of work that each of `ranks` ranks did during a wait, which leaves less time for other ranks."""
         if self._shared is not None and seconds > 0:
             self._shared.start(seconds, ranks, None)
 

@@ -26,7 +26,7 @@ class Compute:
         polls: whether a poll follows.
     """
 
-    row: str
+    row: str  # name in traces
     category: Category
     seconds: float
     polls: bool = True
@@ -123,7 +123,7 @@ class RankClass:
     """
 
     name: str
-    ranks: int
+    ranks: int  # number of ranks of the class
     split_rank: int
     samples: int
     tasks: tuple[Task, ...]
@@ -146,13 +146,13 @@ class AveragedGroup:
 
     name: str
     elements: int
-    item_bytes: int
+    item_bytes: int  # of an element of the gradients
     schedule: CollectiveSchedule | None
     placement: GroupPlacement
     members: tuple[str, ...]
     samples: tuple[int, ...]
-    levels: Levels | None = None
-    rounding: Rounding | None = None
+    levels: Levels | None = None  # of the group's streams; None: one level
+    rounding: Rounding | None = None  # of the messages; None: no rounding
     shards: int | None = None
 
 

@@ -78,7 +78,7 @@ def places(program: StepProgram, ranks_per_node: int, *, single: bool = False) -
 def _folded(
     program: StepProgram, classes: Sequence[int], ranks_per_node: int, nodes: Sequence[Hashable]
 ) -> tuple[SimulatedPlace, ...]:
-    """Return the processes, one for each kind of rank, from the kind of each node."""
+    """Return the processes, one for each kind of rank, from the class of each rank and the kind of each node."""
     size, height = program.placements.all_ranks.ranks, program.placements.split.ranks
     splits = [_kind(classes[begin : begin + height]) for begin in range(0, size, height)]
     datas = [_kind(classes[r::height]) for r in range(height)]
