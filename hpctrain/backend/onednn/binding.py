@@ -65,7 +65,7 @@ def load() -> ctypes.CDLL:
         try:
             library = ctypes.CDLL(path)
         except OSError as error:
-            failures.append(f"{path}: {error}")
+            failures.append(str(error) if str(error).startswith(f"{path}: ") else f"{path}: {error}")
             continue
         major = version(library).major
         if major == OLDEST_MAJOR:
