@@ -468,7 +468,7 @@ class ViewOperator(InputView, Operator):
 class Accumulating:
     """An operator whose `backward_input` adds to input_grads[i] if `Buffers.accumulate[i]` is set.
 
-    This saves the memory of a partial gradient, and its addition.
+    This saves the memory of a partial gradient, and the pass that adds it.
     """
 
 

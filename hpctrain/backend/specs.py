@@ -122,7 +122,7 @@ class Spec(Protocol):
     """
 
     def output(self, *inputs: Any, **none: Any) -> TensorSpec:
-        """Return the output in plain memory."""
+        """Return the spec of the output, in plain memory."""
 
     def flops(self, *inputs: Any, **none: Any) -> int:
         """Return the number of floating-point operations of one forward pass (a multiply-add counts two)."""
@@ -237,7 +237,7 @@ class BatchNormSpec:
 
 @dataclass(frozen=True)
 class PoolSpec:
-    """Max pooling (padding counts as -inf) or average pooling (`count_include_pad` as in torch)."""
+    """Max pooling (padding counts as -inf) or average pooling (`ceil_mode` and `count_include_pad` as in torch)."""
 
     kind: Literal["max", "average"]
     window: Window

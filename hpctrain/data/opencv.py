@@ -17,8 +17,8 @@ cv2.setNumThreads(0)
 def enlarge(image: np.ndarray, out: np.ndarray) -> None:
     """Resize an image (h, w, C) uint8 bilinearly to `out` (H, W, C), with H >= h and W >= w.
 
-    Each pixel is rounded once, in integer arithmetic, so the result is bitwise equal on every processor, and does not depend on
-    distant pixels.
+    Each pixel is computed from its neighbours in integer arithmetic and rounded once, so the result is bitwise equal on every
+    processor.
     """
     if 1 < image.shape[2] <= _MOST_CHANNELS:
         size = out.shape[1], out.shape[0]

@@ -165,7 +165,7 @@ class ConvolutionPlan:
 
 
 class CudnnPlans:
-    """Cache of one plan per key: the heuristic's first that is deterministic, as precise as the key, small, and supported.
+    """Cache of a plan per key: the first of the heuristic's list that is deterministic, as precise as the key, small and usable.
 
     Plans are not timed. On an H100, the fastest of the first three plans did not make ResNet-50's steps faster, and timing took
     10 to 20 s at each start (docs/performance-gpu.md). Pass either properties, or a handle with its capability.

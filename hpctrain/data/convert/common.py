@@ -237,7 +237,7 @@ class PictureForm:
     value_range: ValueRange | None = None
 
     def picture(self, source: Path | bytes, label: int) -> DecodedPicture:
-        """Decode a picture file.
+        """Decode a picture file, and return the picture with its label.
 
         Raises:
             DataError: the file cannot be read or decoded. The message does not name it.

@@ -154,7 +154,7 @@ def setting_here(kernels: KernelSet, threads: int, concurrency: int) -> Setting:
 
 
 def processor_model() -> str:
-    """Return the name of the processor, as in the sources of machine files."""
+    """Return the processor's model, as in the sources of machine files; its architecture if the system states no model."""
     try:
         with open("/proc/cpuinfo", encoding="ascii", errors="replace") as file:
             models = (line.partition(":")[2].strip() for line in file if line.startswith("model name"))

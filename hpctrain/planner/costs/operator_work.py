@@ -129,7 +129,7 @@ def products_of(plan: ExecutionPlan, samples: int) -> list[FactorProduct]:
 def time_product(
     product: FactorProduct, dtype: str, steps: int, clock: Callable[[], float], before: Callable[[], None] = lambda: None
 ) -> float:
-    """Return the median time of `steps` products in seconds, after two warm-up products.
+    """Return the median of the times, by `clock`, of `steps` products of random matrices of `dtype`, after two warm-up products.
 
     Args:
         before: callback before each product, see `TimedProgram.measure`.

@@ -391,6 +391,6 @@ def _sharing(alone: Sequence[MessagePoint], at_once: Sequence[MessagePoint], ran
 
 
 def _number(layout: _Layout, rank: int, key: Callable[[int, int], tuple[int, int]]) -> int | None:
-    """Return the index of the rank's pair among the pairs with one `key(node, local rank)`, sorted; None without a partner."""
+    """Return the place of the rank's `key(node, local rank)` among all keys, sorted; None unless exactly two ranks share it."""
     keys = [key(node, local) for node, local in zip(layout.node_of, layout.local, strict=True)]
     return sorted(set(keys)).index(keys[rank]) if keys.count(keys[rank]) == 2 else None

@@ -281,7 +281,7 @@ class MeetingShare:
         self.transfer: StageTransfer | None = None
 
     def begin(self, position: int) -> None:
-        """Begin this rank's transfer of a stage. If the rank has no part in the stage, end it at once."""
+        """Begin this rank's transfer of the stage at `position`. If the rank has no part in the stage, end it at once."""
         if position >= len(self._stages):
             self.stage = None
             self._meeting.ended()

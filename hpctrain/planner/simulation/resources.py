@@ -106,7 +106,7 @@ class SharedResource:
         return self._position
 
     def start(self, seconds: float, weight: float, action: Act | None) -> SharedJob:
-        """Start a job of a weight that takes `seconds` seconds without other jobs, and run `action` at its end."""
+        """Start a job of `weight` that takes `seconds` seconds without other jobs, and run `action` at its end."""
         job = SharedJob(self.position + seconds, weight, action)
         self._jobs += 1
         self._weight += weight
