@@ -133,7 +133,7 @@ def decode(
         pixels_of = re.search(r"\d+", str(error))
         raise _too_large(most, most + 1 if pixels_of is None else int(pixels_of[0])) from error
     except Exception as error:  # Pillow's readers raise almost anything for damaged files
-        raise DataError(f"The image cannot be decoded: {type(error).__name__} {str(error).rstrip('.')}.") from error
+        raise DataError(f"The image cannot be decoded: {f'{type(error).__name__} {error}'.rstrip('. ')}.") from error
     return result if channels == 3 else result[..., None]
 
 

@@ -51,9 +51,7 @@ def _below(directory: Path) -> list[Path]:
     found = search.pictures(directory)
     closed = [f"{path}: {reason}" for path, reason in search.unreadable if path.suffix.lower() not in SUFFIXES | FOREIGN_SUFFIXES]
     if closed:
-        raise DataError(
-            f"In {directory} {listed('place', closed)} cannot be read; grant read permission, or give the paths of pictures."
-        )
+        raise DataError(f"In {directory} {listed('place', closed)} cannot be read; repair this, or give the paths of pictures.")
     pictures = sorted([*found, *(path for path, _ in search.unreadable)])
     notes = [str(note) for note in search.left_out() if not note.unreadable]
     if not pictures:
