@@ -336,7 +336,7 @@ def ensure_measured(
     before: Callable[[], None] = lambda: None,
     agree: Callable[[bool], bool] = lambda go_on: go_on,
 ) -> Coverage:
-    """Measure operators of the candidates that `times` lacks, within `budget_seconds`; programs with the most of them come first.
+    """Measure the candidates' operators that `times` lacks, programs with most of them first; begin none after `budget_seconds`.
 
     Several ranks of a node may measure at the same time, so that caches and memory are as busy as in a step. All of them then
     call this function with the same arguments, and `before` and `agree` are collective over them.
