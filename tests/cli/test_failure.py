@@ -252,7 +252,8 @@ def test_an_interrupted_command_ends_with_one_sentence(words: str, monkeypatch: 
     def interrupted(*arguments: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("hpctrain.assembly.faults.load", interrupted)
+    for room in ("assembly.faults", "config.load"):
+        monkeypatch.setattr(f"hpctrain.{room}.load", interrupted)
     outcome = CliRunner().invoke(cli, words.split())
     assert (outcome.stderr, outcome.exit_code) == ("hpctrain: Interrupted by Ctrl-C.\n", 130)
 

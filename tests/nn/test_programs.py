@@ -167,7 +167,7 @@ def test_a_users_layer_trains_like_any_other() -> None:
             r"forward \(.*test_programs.py, line \d+\) returns y with shape \(2, 5\), but must return numbers of shape",
         ),
         ("forward", None, "returns y with the value None, but must return numbers of shape"),
-        ("backward", np.zeros(3), r"backward .* returns array.*, but must return the gradients of the loss"),
+        ("backward", np.zeros(3), r"backward .* returns array.*, but must return the gradient of the loss"),
         ("backward", (np.zeros((2, 5)), {"scale": 0.0}), r"returns dx with shape \(2, 5\), but .* follows from that of x"),
         ("backward", (0.0, {}), "returns the gradient of scale with the value None"),
         ("forward", "1.5", "returns y with the value '1.5', but must return numbers of shape"),
