@@ -140,6 +140,8 @@ class Measurement:
     Attributes:
         clock: clock of operator times, GFLOP/s and the peak: "cpu" with one thread, so that other load has little effect;
             otherwise "wall".
+        peak_gflops: GFLOP/s of large matrix products, to compare with.
+        arena_bytes: memory that the program plans for activations and their gradients.
         peak_bytes: peak resident memory before profiling; on a GPU, all memory in use there.
         kernel_seconds: time of the library's kernels in a step, as the library reports it; None if it does not.
         reorder_seconds: time of all copies between layouts (of images, weights and gradients) in a step; None if unknown.

@@ -41,7 +41,7 @@ class ScalingStudy:
 
     Attributes:
         mode: "weak" or "strong"; if weak, the configured batch is the batch of each rank.
-        steps: number of steps of a job.
+        steps, timeout_seconds: number of steps and time limit of a job.
         launcher: command that contains "{ranks}"; None: mpiexec.
         threads: number of threads per rank; None: as configured, else the cores divided by the ranks of the largest job.
     """
@@ -67,7 +67,7 @@ class Point:
         limit_seconds: lower limit of the time of a step: the time of the exchange, or the time in which a core computes and
             handles messages, whichever is longer.
         about: names and versions of the software, the model and the averager.
-        efficiency: efficiency relative to the first point; None if ranks share cores.
+        efficiency: efficiency relative to the first point; None if ranks share cores at either point (`oversubscribed`).
         predicted_seconds: predicted time of a step, by which the run chose its plan; None if it chose none.
     """
 

@@ -115,7 +115,7 @@ def measured_line(share: float, estimate: str = "") -> str:
 
 
 def size_lines(machine: Machine, ranks: int, memory_bytes: int) -> Iterator[str]:
-    """Yield a sentence for each limit of the machine that a job exceeds."""
+    """Yield a sentence for each limit of the machine that a job of `ranks` ranks, each with `memory_bytes`, exceeds."""
     nodes = machine.nodes_of(ranks)
     if nodes > machine.nodes:
         places = f"{machine.nodes:,} x {machine.ranks_per_node}"
@@ -176,7 +176,7 @@ _MOST_LISTED = 3  # maximum number of patterns of the same use; --json and writt
 
 
 def print_search(outcome: PlannedSearch, best: int, command: str) -> None:
-    """Print the best choices, and the command line that trains with the first one."""
+    """Print the first `best` choices, and the command line that trains with the first one."""
     task, planned, choices = outcome.task, outcome.planned, outcome.result.choices[:best]
     height, width, channels = planned.job.image_shape
     out = output_console(_COLUMNS, markup=True)
@@ -240,7 +240,7 @@ def _layout_table(layouts: Sequence[NodeLayout]) -> Table:
 
 
 def _statistics_lines(outcome: PlannedSearch, candidate: Candidate) -> Iterator[str]:
-    """Yield the number of samples per statistics of local batch normalisation, which depends on the choice."""
+    """Yield a sentence on the samples over which local batch normalisation takes statistics, which depend on the choice."""
     config = outcome.task.config
     normalised = any(isinstance(node.spec, BatchNormSpec) for node in outcome.planned.job.graph_of(1).nodes)
     if normalised and config.batch_norm.statistics == "local":
@@ -268,7 +268,7 @@ def _runs_of_uses(plan: ParallelPlan) -> Iterator[str]:
 
 
 def search_dict(outcome: PlannedSearch, best: int, command: str) -> dict[str, Any]:
-    """Return the best choices as plain data."""
+    """Return the first `best` choices, and the command line that trains with the first one, as plain data."""
     return {
         "simulated": True,
         "model": outcome.task.config.model.name,

@@ -166,7 +166,7 @@ class ShardsOfRank:
     """The shards of one rank if `shards` shards are distributed evenly. Each shard is a term of all sums.
 
     Attributes:
-        ranks: number of ranks P, a divisor of `shards`.
+        ranks: number of ranks, a divisor of `shards`.
     """
 
     rank: int

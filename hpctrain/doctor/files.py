@@ -195,10 +195,7 @@ def look(directory: Path, variable: str) -> ScratchFacts:
 
 
 def judge_scratch(job: JobView, facts: Sequence[list[ScratchFacts] | None]) -> list[DoctorFinding]:
-    """Return a finding for each directory with a fault, or one finding with the free space.
-
-    A fault on several nodes is reported for the first of them.
-    """
+    """Return a finding for each directory with a fault, for the first node that has it, or one finding with the free space."""
     findings: dict[str, DoctorFinding] = {}
     for rank, places in present(facts):
         where = f" of {job.hosts[rank]}" if len(job.nodes) > 1 else ""

@@ -90,6 +90,7 @@ class Examination:
 
     Attributes:
         findings: findings by the name of the check.
+        by_rank: facts of each rank.
     """
 
     job: JobView
@@ -180,7 +181,7 @@ def judge(job: JobView, by_rank: Sequence[Facts], checks: Sequence[Check] = CHEC
 
 
 def explained(place: OwnPlace, end: RankEnd) -> tuple[DoctorFinding, Callable[[], Examination]]:
-    """Return a finding on how a rank ended before its report, and a function that returns the outcome."""
+    """Return a finding on how a rank ended before its report, and a function that judges the facts that it had gathered."""
     note = end.note if isinstance(end.note, Progression) else Progression("starting Python", {})
     library = note.facts.get(ranks.MPI_LIBRARY.name)
     ended = nodes.from_start(end.words)

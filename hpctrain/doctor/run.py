@@ -159,10 +159,7 @@ class DoctorRank:
         return USER_ERROR
 
     def _with_mpi(self, world: Communicator, place: OwnPlace, notes: RankNotes) -> int:
-        """Run the collective checks and report; return the exit code.
-
-        If each process is a job of its own, only the first one reports.
-        """
+        """Run the collective checks and report; return the exit code. Of processes that each form a job, only one reports."""
         from hpctrain.doctor import job
 
         if world.size == 1 and not place.leads_job:

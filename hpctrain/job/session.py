@@ -114,7 +114,7 @@ def busy_node(world: Communicator, load: NodeLoad | None) -> str:
 
 
 def oversubscribed(node: Communicator, world: Communicator, threads: int) -> bool:
-    """Return whether the ranks of any node together have more threads than available cores. Collective over `world`."""
+    """Return whether the ranks of any node have more threads (`threads` here) than available cores. Collective over `world`."""
     of_node = node.allgather_object((frozenset(os.sched_getaffinity(0)), threads))
     cores = usable_cores(frozenset().union(*(mask for mask, _ in of_node)))
     return any(world.allgather_object(sum(count for _, count in of_node) > cores))

@@ -51,6 +51,7 @@ class Drawing:
         key: word that identifies the figure on the page.
         words: description for readers who cannot see the figure.
         draw: callback that draws it onto an empty figure.
+        inches: width and height.
     """
 
     key: str
@@ -109,7 +110,7 @@ _MOST_MARKS = 40
 
 
 def panel_drawing(panel: Panel, names: Sequence[str]) -> Drawing:
-    """Return the figure of a panel."""
+    """Return the figure of a panel; `names` are those of the runs."""
     inches = WIDTH_INCHES, 2.5 + (_NAME_INCHES * len(names) if len(names) > 1 else 0.0)
     return Drawing(panel.key, panel.title, _words(panel, names), partial(_draw, panel, names), inches)
 
@@ -171,7 +172,7 @@ _SHORTEST = 1 / 1500
 
 
 def layer_drawing(table: TimeTable, key: str, name: str) -> Drawing:
-    """Return a figure of the layers and operations that take longest, with computing and waiting time in ms per step."""
+    """Return a figure of the longest layers and operations of the run `name`, with computing and waiting time in ms per step."""
     rows = sorted(table.rows, key=lambda row: row.compute_seconds + row.messages_seconds + row.exposed_seconds, reverse=True)[
         :_MOST_LAYERS
     ]
@@ -198,7 +199,7 @@ def layer_drawing(table: TimeTable, key: str, name: str) -> Drawing:
 
 
 def timeline_drawing(steps: Sequence[StepLanes], key: str, name: str) -> Drawing:
-    """Return a figure of the last step. Each rank has two lanes: its computation and waits, and its messages."""
+    """Return a figure of the last step of the run `name`. Each rank has two lanes: computation and waits, and messages."""
     shown = steps[:_MOST_RANKS]
     left = len(steps) - len(shown)
     more = f" The first {len(shown)} of {len(steps)} ranks." if left else ""

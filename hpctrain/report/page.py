@@ -67,7 +67,7 @@ class Picture:
     """An image with its prediction.
 
     Attributes:
-        number: index of the image.
+        number, label: index of the image, and the name of its class.
         words: predicted class with its probability.
         data: image as a data URL.
     """
@@ -83,6 +83,7 @@ class JudgedSet:
     """The result of one run on its test or validation set.
 
     Attributes:
+        words: sentences on the accuracy and, without `confusion`, on the most frequent mistakes.
         headings: titles of the columns of `confusion`.
         confusion: (class, number of its samples predicted as each class) by row; empty for too many classes.
         classes: (class, images, top-1, class that it was most often taken for) as texts.

@@ -374,9 +374,7 @@ def _train(session: Session, setup: TrainingSetup, trainer: Trainer, checkpoints
 
 
 def run_compute_only(session: Session, steps: int, style: ProgressStyle | None = None) -> None:
-    """Time steps without communication, then the communication alone; print and record both.
-
-    The session must have a tracer. Collective.
+    """Time steps without communication, then communication alone; print and record both. The session has a tracer. Collective.
 
     Raises:
         ConfigError: no complete step ran.

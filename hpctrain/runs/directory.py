@@ -600,7 +600,7 @@ def _name_in(path: Path) -> str | None:
 
 
 def latest(output: Path, name: str) -> RunDirectory | None:
-    """Return the newest run called `name`; None if there is none."""
+    """Return the newest run called `name`; None if there is none. The errors are those of `runs`."""
     return next(iter(runs(output, name)), None)
 
 

@@ -204,7 +204,7 @@ def living_owner(run: Path) -> Owner | None:
 
 
 def was_owned_by_job(run: Path, job: SchedulerJob) -> bool:
-    """Return whether any start of the same job has owned the run."""
+    """Return whether a start of `job`, such as one before the job was requeued, has owned the run."""
     return bool(job.chain) and any(job.is_chain_of(owner.job) for owner in owners(run))
 
 

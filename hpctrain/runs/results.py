@@ -340,6 +340,7 @@ class Curve:
     Attributes:
         run: index of the run in the report.
         part: data set of the metric, for example `TRAINING`.
+        xs, ys: positions in epochs, and values.
     """
 
     run: int

@@ -103,6 +103,7 @@ class RunState:
     """State of a run at an instant.
 
     Args:
+        now: the instant, in seconds of the wall clock.
         records: readable lines of its metrics.
         ranks: flight records of the ranks of the latest start.
         checkpoint: path of the newest checkpoint, which is not opened; None: there is none.

@@ -69,7 +69,7 @@ class JobFiles:
     """Paths of a job's files as its script names them, and the arguments of its training.
 
     Attributes:
-        log: path of the log; empty: the scheduler's default.
+        logs, log: directory of the logs, and path of the log; empty: the scheduler's default.
         train: configuration and overrides; None: the script receives them as arguments.
         environment: directory of Python's environment; empty: python is on PATH.
     """
@@ -91,6 +91,8 @@ class SiteJob(JobFiles):
         cpus: number of CPUs per rank, as the scheduler counts.
         limits: whether the training gets its time limit as an option, because it receives no signal before the end.
         directives: options of the scheduler, as pairs (option, reason).
+        stage: tar archive of the environment; empty: none.
+        doctor_seconds: time limit of the doctor; 0: it does not run.
     """
 
     nodes: int

@@ -257,7 +257,7 @@ def read_site(name: str, environ: Mapping[str, str] = os.environ) -> Site:
 
 
 def _extended(path: Path, environ: Mapping[str, str], below: tuple[Path, ...]) -> tuple[Any, dict[KeyPath, str]]:
-    """Return the data of a file merged over the profile that it extends, and the positions of both."""
+    """Return the data of a file merged over the profile that it extends, and the positions of both; files `below` extend it."""
     data, places = _data(path)
     if not isinstance(data, dict) or _EXTENDS not in data:
         return data, places
