@@ -329,8 +329,8 @@ def _parsed(options: Sequence[str]) -> dict[str, Any]:
             raise ConfigError(f"--option {word} must have the form KEY=VALUE, such as width=0.5.")
         try:
             values[key], _ = read_yaml(text, "--option")
-        except ConfigError:
-            raise ConfigError(f"The value of --option {word} is not valid YAML; an example is width=0.5.") from None
+        except ConfigError as error:
+            raise ConfigError(f"--option {word}: {str(error).partition(': ')[2]}") from None
     return values
 
 

@@ -160,7 +160,7 @@ def examine_alone(
     facts = dict(own)
     known = facts.get(ranks.MPI_LIBRARY.name)
     if error:
-        facts[ranks.MPI_LIBRARY.name] = replace(known, error=error) if isinstance(known, LibraryFacts) else LibraryFacts()
+        facts[ranks.MPI_LIBRARY.name] = replace(known if isinstance(known, LibraryFacts) else LibraryFacts(), error=error)
     job = JobView(place.launcher, 1, (platform.node(),), (0,), library, place.config)
     outcome = judge(job, [facts], [check for check in CHECKS if check.name != ranks.LAUNCHER.name])
     return outcome if ended is None else Examination(job, {"job": [ended], **outcome.findings}, outcome.by_rank)

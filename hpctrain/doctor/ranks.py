@@ -98,7 +98,7 @@ def environment_mpiexec() -> str:
     return str(mpiexec) if mpiexec.exists() else ""
 
 
-def wrong_launcher(launcher: Launcher, library: str, mpiexec: str) -> DoctorFinding | None:
+def wrong_launcher(launcher: Launcher, library: str | None, mpiexec: str) -> DoctorFinding | None:
     """Return a finding if only one of launcher and library is Open MPI's; None otherwise, or if that is unknown."""
     compatible = ("MPICH", "Intel", "MVAPICH", "Cray")  # their launchers start each other's programs
     of_open_mpi = launcher.name.startswith("Open MPI")
@@ -159,12 +159,12 @@ class LibraryFacts:
 
     Attributes:
         mpiexec: path of mpiexec in the folder of this Python; "" if there is none.
-        library: library that mpi4py loads, found by a process that starts no MPI.
+        library: library that mpi4py loads, found by a process that starts no MPI; None if the process did not answer.
         error: why no library could be loaded; "" if one could.
     """
 
     mpiexec: str = ""
-    library: str = ""
+    library: str | None = ""
     error: str = ""
 
 
@@ -176,7 +176,7 @@ def gather_library(place: OwnPlace) -> LibraryFacts | None:
     try:
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=_ANSWER_SECONDS, check=False)
     except (OSError, subprocess.SubprocessError):
-        return LibraryFacts(environment_mpiexec())
+        return LibraryFacts(environment_mpiexec(), None)
     first_line = " ".join(done.stdout.partition("\n")[0].split())
     return LibraryFacts(environment_mpiexec(), first_line if any(name in first_line for name in _LIBRARIES) else "")
 
@@ -184,6 +184,8 @@ def gather_library(place: OwnPlace) -> LibraryFacts | None:
 def judge_library(job: JobView, facts: Sequence[LibraryFacts]) -> list[DoctorFinding]:
     """Return one finding: the name of the library, or that there is none."""
     library = job.library or facts[0].library
+    if library is None and not facts[0].error:
+        return [fine(f"Not checked: mpi4py did not name its library within {_ANSWER_SECONDS:g} s.")]
     if facts[0].error or not library:
         return [NO_LIBRARY.from_error(facts[0].error or "mpi4py loads no MPI library known to hpctrain.")]
     return [fine(f"{library}.")]

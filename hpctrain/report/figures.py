@@ -232,7 +232,7 @@ def read_steps(path: Path) -> tuple[StepLanes, ...]:
     Raises:
         DataError: the file cannot be read, or is too large.
     """
-    with errors_as(DataError, lambda why: f"Cannot read the trace {path} ({why}); trace the run again."):
+    with errors_as(DataError, lambda why: f"Cannot read the trace {path} ({why})."):
         size = path.stat().st_size
         if size > LARGEST_TRACE_BYTES:
             raise DataError(

@@ -106,7 +106,7 @@ def _versions(path: Path) -> dict[str, str]:
 
 
 def _json(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file; an empty one if the file does not exist or contains none."""
+    """Return the JSON object in a file; an empty one if the file cannot be read or contains none."""
     try:
         return json_object(read_bytes(path)) or {}
     except (DataError, OSError):
@@ -114,7 +114,7 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 def _best_mark(directory: Path) -> tuple[str, str]:
-    """Return the name of the best checkpoint and the description of its evaluation; empty texts if there is no record."""
+    """Return the name of the best checkpoint and the description of its evaluation; empty texts if no record can be read."""
     try:
         best = read_best(directory)
     except (CheckpointError, OSError):

@@ -183,7 +183,7 @@ class RunReader:
         self._records: tuple[Record, ...] = ()
 
     def read(self, now: float) -> RunState:
-        """Return the state at an instant of the wall clock. Files that are incomplete or have been deleted are left out."""
+        """Return the state at an instant of the wall clock. Metrics and flight records that cannot be read are left out."""
         records, ranks = self._metrics(), _flight(self.directory)
         newest = next(reversed(stored_checkpoints(self.directory.checkpoints)), None)
         path, age_seconds = (None, now) if newest is None else (newest.path, max(0.0, now - newest.written))

@@ -78,6 +78,7 @@ JUDGED: list[tuple[Check, JobView, Sequence[Any], str, str, str]] = [
         *("no-mpi-library", "", "Install one with `pip install mpich`."),
     ),
     (rank_checks.MPI_LIBRARY, view(1, library=""), [LibraryFacts()], "no-mpi-library", "", ""),
+    (rank_checks.MPI_LIBRARY, view(1, library=""), [LibraryFacts(library=None)], "", "Not checked: mpi4py did not name", ""),
     (rank_checks.MPI_LIBRARY, view(1, library=""), [FACTS], "", "", ""),  # it has not started, but it is there
     (node_checks.START_UP, view(1, 1, 1), [1.0, 4.9, None], "", LOADED.format(4.9), ""),
     (node_checks.START_UP, view(1, 1, 1), [1.0, 5.1, None], "slow-import", LOADED.format(5.1), ""),
