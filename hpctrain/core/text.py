@@ -217,12 +217,9 @@ def beginning_with(beginning: str, text: str) -> str:
 
 
 def write_lines(text: str, descriptor: int = 2) -> None:
-    """Write lines to a descriptor without Python's streams, in writes of whole lines.
+    """Write lines, the last of which ends with a newline, to a descriptor without Python's streams, in writes of whole lines.
 
     Writes of other ranks to the same pipe can interrupt only lines of more than 4096 bytes.
-
-    Args:
-        text: text that ends with a newline.
 
     Raises:
         OSError: the descriptor cannot be written to.

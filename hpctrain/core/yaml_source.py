@@ -139,7 +139,8 @@ class _Reader:
             return self.loader.construct_object(node)
         except (ValueError, LookupError):  # a tag that the text does not fit
             rule = f"must fit its tag !!{node.tag.rpartition(':')[2]}"
-            raise ConfigError(f"{self._place(node)}: {dotted(path)} is {shortened(node.value)}, but {rule}.") from None
+            name = dotted(path) or "The value"
+            raise ConfigError(f"{self._place(node)}: {name} is {shortened(node.value)}, but {rule}.") from None
 
     def _mapping(self, node: yaml.MappingNode, path: KeyPath) -> dict[str, Any]:
         self._check_keys(node, path)
