@@ -24,6 +24,7 @@ from hpctrain.config.schema import Config
 from hpctrain.config.values import Named
 from hpctrain.core.answers import WHOLE, Fault, config_error
 from hpctrain.core.errors import ConfigError, HpctrainError, OptionError
+from hpctrain.core.text import counted
 from hpctrain.core.yaml_source import KeyPath, Source, dotted
 from hpctrain.data.augmentations import AUGMENTATIONS
 from hpctrain.data.pipeline import check_order
@@ -148,7 +149,7 @@ def _value_faults(config: Config) -> Iterator[Fault]:
     """Yield the faults of micro-batches, number formats and backends."""
     batch = config.batch
     if config.micro_batches > batch:
-        rule = f"a batch has {batch} samples; the largest value is {batch}"
+        rule = f"a batch has {counted(batch, 'sample')}; the largest value is {batch}"
         yield Fault(("micro_batches",), rule, config.micro_batches)
     if config.dtype == "float64" and config.backend == "onednn":
         sentence = 'backend is onednn, which does not compute in float64; for dtype float64 set it to "numpy" or "auto".'
@@ -234,7 +235,8 @@ def _evaluation_faults(config: Config) -> Iterator[Fault]:
             yield Fault(path, f"no average of weights is kept; set ema.decay, such as 0.999, or {others}", measure)
     epochs, warmup = config.epochs, config.schedule.warmup_epochs
     if 0 < epochs < warmup:
-        sentence = f"schedule.warmup_epochs is {warmup:g}, but the run has {epochs} epochs; the largest value is {epochs}."
+        has = f"the run has {counted(epochs, 'epoch')}; the largest value is {epochs}."
+        sentence = f"schedule.warmup_epochs is {warmup:g}, but {has}"
         yield Fault(("schedule", "warmup_epochs"), sentence, WHOLE)
 
 

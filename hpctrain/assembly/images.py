@@ -291,11 +291,7 @@ def pictures(
 
 
 def training_shape(config: Config, data: DataFacts) -> tuple[int, int, int]:
-    """Return the shape (H, W, C) of the network's input in training, the largest if sizes change.
-
-    Args:
-        config: configuration of the training.
-    """
+    """Return the shape (H, W, C) of the network's input in the training that `config` describes, the largest if sizes change."""
     height, width, channels = data.shape
     return of_largest(config, make_pipeline(config, config.data.augment, data)).output_shape(height, width, channels)
 

@@ -165,13 +165,13 @@ def _job(task: ScalingStudy, ranks: int, arguments: Sequence[str], result: str) 
         code, output = _run(command, task.timeout_seconds)
         if code != 0:
             end = "\n".join(output.strip().splitlines()[-12:])
-            raise LaunchError(f"The job of {ranks} ranks ended with exit code {code}: {shlex.join(command)}\n{end}")
+            raise LaunchError(f"The job of {counted(ranks, 'rank')} ended with exit code {code}: {shlex.join(command)}\n{end}")
         paths = list(Path(folder).glob(f"*/{result}"))
         if len(paths) != 1:
-            raise LaunchError(f"The job of {ranks} ranks did not write {result}; check its command: {shlex.join(command)}")
+            raise LaunchError(f"The job of {counted(ranks, 'rank')} did not write {result}; check {shlex.join(command)}")
         content: dict[str, Any] = json.loads(read_text(paths[0]))
         if content["ranks"] != ranks:
-            raise LaunchError(f"{ranks} ranks were requested, but the job had {content['ranks']}; check the launcher.")
+            raise LaunchError(f"The job has {counted(content['ranks'], 'rank')}, but must have {ranks}; check the launcher.")
         accounts = [line for line in RunDirectory(paths[0].parent).metrics() if line["kind"] == "steps"]
         return content, dict(accounts[-1]) if accounts else {}
 

@@ -16,7 +16,7 @@ import click
 from hpctrain.cli.arguments import FILE, OVERRIDES, Commands, FilePath
 from hpctrain.cli.arguments import examples as complete_examples
 from hpctrain.core.files import nearest_file
-from hpctrain.core.text import echo, echo_block, echo_wrapped
+from hpctrain.core.text import counted, echo, echo_block, echo_wrapped
 
 
 @click.group(cls=Commands)
@@ -70,7 +70,7 @@ def check(file: Path, overrides: tuple[str, ...]) -> None:
             echo(f"warning: {fault}", err=True)
     echo(f"ok: {file}")
     echo(
-        f"  {loaded.model.name}, {loaded.epochs} epochs in batches of {loaded.batch}, {loaded.optimizer.name} with "
+        f"  {loaded.model.name}, {counted(loaded.epochs, 'epoch')} in batches of {loaded.batch}, {loaded.optimizer.name} with "
         f"lr {loaded.optimizer.lr:g}, schedule {loaded.schedule.name}"
     )
     if images is not None:

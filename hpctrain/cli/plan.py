@@ -16,7 +16,7 @@ import click
 from hpctrain.cli.arguments import FILE, OVERRIDES, Commands, FilePath, Finite, OutputFile, options
 from hpctrain.cli.bench import RankCounts
 from hpctrain.core.errors import ConfigError
-from hpctrain.core.text import echo, echo_block
+from hpctrain.core.text import counted, echo, echo_block
 
 if TYPE_CHECKING:
     from hpctrain.config.schema import Config
@@ -77,7 +77,8 @@ def slow_ranks(pairs: tuple[tuple[int, float], ...], most_ranks: int) -> Mapping
     for rank, _ in pairs:
         if rank >= most_ranks:
             raise ConfigError(
-                f"--slow names rank {rank}, but the largest job has {most_ranks} ranks; the highest rank is {most_ranks - 1}."
+                f"--slow names rank {rank}, but the largest job has {counted(most_ranks, 'rank')}; the highest rank is "
+                f"{most_ranks - 1}."
             )
     return dict(pairs)
 

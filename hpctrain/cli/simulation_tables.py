@@ -96,11 +96,7 @@ def machine_lines(machine: Machine, factors: Mapping[str, float], threads: int |
 
 
 def measured_line(share: float, estimate: str = "") -> str:
-    """Return a sentence with the measured share of the compute time, and the commands that increase it.
-
-    Args:
-        estimate: sentence about estimated rates, see `Machine.estimate_note`.
-    """
+    """Return sentences on the measured share of the compute time, on `Machine.estimate_note`, and on how to increase it."""
     if share >= _SHARE_THAT_IS_ALL:
         return "All computation times were measured on this processor."
     if share == 0:

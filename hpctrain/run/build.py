@@ -303,8 +303,8 @@ def class_weights(config: Config, labels: np.ndarray, names: Sequence[str]) -> t
     if not isinstance(chosen, str):
         if len(chosen) != classes:
             raise DataError(
-                f"loss.class_weights has {counted(len(chosen), 'weight')}, but {config.data.train} has {classes} classes; set "
-                "one weight per class, in the order of the classes."
+                f"loss.class_weights has {counted(len(chosen), 'weight')}, but {config.data.train} has "
+                f"{counted(classes, 'class')}; set one weight per class, in the order of the classes."
             )
         return tuple(chosen)
     counts = np.bincount(labels, minlength=classes)
@@ -364,7 +364,7 @@ def make_replica(
     )
     if facts.classes not in (None, network.classes):
         raise DataError(
-            f"{config.data.train} has {facts.classes} classes, but the model {config.model.name} has {network.classes}; "
-            f"set model.classes to {facts.classes}, or use other data."
+            f"{config.data.train} has {counted(facts.classes, 'class')}, but the model {config.model.name} has "
+            f"{network.classes}; set model.classes to {facts.classes}, or use other data."
         )
     return replica

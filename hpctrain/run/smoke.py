@@ -166,8 +166,8 @@ def _short(config: Config, ranks: int) -> tuple[Config, tuple[str, ...]]:
     if config.max_time == SLURM:  # a trial usually runs outside of a Slurm job
         changes["max_time"] = None
     sentence = (
-        f"{epochs} epochs of {STEPS} steps with {batch} images each in place of {config.epochs} epochs with {config.batch}, "
-        f"learning rate {lr:.3g} in place of {config.optimizer.lr:.3g}"
+        f"{counted(epochs, 'epoch')} of {STEPS} steps with {counted(batch, 'image')} each in place of "
+        f"{counted(config.epochs, 'epoch')} with {config.batch}, learning rate {lr:.3g} in place of {config.optimizer.lr:.3g}"
     )
     return config.model_copy(update=changes), (sentence,)
 
@@ -196,7 +196,7 @@ def _with_weights_that_exist(config: Config) -> tuple[Config, tuple[str, ...]]:
     if weights is None or Path(weights).exists():
         return config, ()
     drawn = config.init.model_copy(update={"weights": None, "ignore": ()})
-    return config.model_copy(update={"init": drawn}), (f"there is no {weights} yet, so all weights are drawn by the seed",)
+    return config.model_copy(update={"init": drawn}), (f"there is no {weights} yet, so all weights are drawn from the seed",)
 
 
 def _with_legal_grid(config: Config, ranks: int) -> tuple[Config, tuple[str, ...]]:

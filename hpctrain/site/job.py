@@ -28,7 +28,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from hpctrain.config.values import is_bare_number, parse_duration
 from hpctrain.core.errors import ConfigError, LaunchError
 from hpctrain.core.files import nearest_file, read_text
-from hpctrain.core.text import escaped, forbidden, shell_word, shortened
+from hpctrain.core.text import counted, escaped, forbidden, shell_word, shortened
 from hpctrain.site.profile import Site
 from hpctrain.storage.atomic_write import write_text
 
@@ -231,8 +231,8 @@ def _cores(site: Site, request: JobRequest, ranks: int) -> int:
     requested = request.cores_per_rank
     if requested is not None and requested > most:
         raise ConfigError(
-            f"--cores-per-rank is {requested}, but must be at most {most}, because {ranks} ranks share the "
-            f"{site.profile.node.cores} cores of a node of site {site.name}."
+            f"--cores-per-rank is {requested}, but must be at most {most}, because a node of site {site.name} has "
+            f"{counted(site.profile.node.cores, 'core')} for {counted(ranks, 'rank')}."
         )
     return most if requested is None else requested
 
@@ -292,7 +292,7 @@ def check_backend(site: Site, backend: str, request: JobRequest) -> None:
     ranks = _ranks(site, request)
     if ranks > len(gpu.order):
         raise ConfigError(
-            f"backend is cuda, which needs one GPU per rank, but a node of site {site.name} has {len(gpu.order)} GPUs "
+            f"backend is cuda, which needs one GPU per rank, but a node of site {site.name} has {counted(len(gpu.order), 'GPU')} "
             f"for {ranks} ranks; give --ranks-per-node {len(gpu.order)}, or set backend to onednn."
         )
 
