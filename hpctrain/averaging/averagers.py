@@ -7,6 +7,7 @@ run or for a plan without ranks, and returns the costs that a planner uses.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, cast
@@ -19,6 +20,7 @@ from hpctrain.comm.base import Communicator, GradientSums
 from hpctrain.comm.groups import across_nodes, in_levels
 from hpctrain.comm.link import calibrate
 from hpctrain.comm.sums import sums_over, tree_sums_over
+from hpctrain.comm.waiting import guard
 from hpctrain.core.errors import CollectiveMismatchError, ConfigError, OptionError
 from hpctrain.core.registry import Registry, check_options
 
@@ -149,6 +151,8 @@ def make_averager(strategy: Strategy, setup: AveragerSetup, stored: CollectiveSc
     return strategy.averager(setup, Agreement(schedule, reaching, link, sums))
 
 
+#: minimum deadline for the start of NCCL, which searches for networks
+_LEAST_NCCL_SECONDS = 60.0
 #: streams of all ranks of a group whose operations use arrays of its parameters
 _ARRAY_STREAMS = (Stream.GRADIENTS, Stream.PARAMETERS)
 
@@ -170,10 +174,12 @@ def _group_streams(
     if setup.transport == "staged" or (setup.transport == "nccl" and Stream.NODES in streams):
         by_device.clear()  # stages of compression are posted by the host, in an order across communicators that depends on timing
     reached: dict[Stream, Communicator] = {}
-    for stream in by_device:
-        shared = setup.transport == "nccl" and reached
-        comm = next(iter(reached.values())) if shared else transports.reaching(setup.transport, streams[stream], arithmetic)
-        reached[stream] = comm
+    seconds = max(setup.progress.deadline_seconds, _LEAST_NCCL_SECONDS)
+    with guard("The start of NCCL", seconds, rank=setup.progress.rank) if setup.transport == "nccl" else nullcontext():
+        for stream in by_device:
+            shared = setup.transport == "nccl" and reached
+            comm = next(iter(reached.values())) if shared else transports.reaching(setup.transport, streams[stream], arithmetic)
+            reached[stream] = comm
     by_host = {stream: transports.staged(comm, arithmetic) for stream, comm in streams.items() if stream not in reached}
     if sums is not None:
         sums = by_host[Stream.GRADIENTS].sums_of(sums)

@@ -7,7 +7,6 @@ versions of kernels and NumPy and the number of threads, which are stored in che
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -17,7 +16,6 @@ from hpctrain.averaging.collective_schedule import CollectiveSchedule
 from hpctrain.backend.operators import KernelSet
 from hpctrain.comm.base import Communicator, raise_on_all_ranks
 from hpctrain.comm.groups import GridAxis
-from hpctrain.comm.waiting import guard
 from hpctrain.core.errors import CheckpointError, ConfigError
 from hpctrain.job.session import Session
 from hpctrain.launch.threads import ThreadPlan
@@ -25,32 +23,23 @@ from hpctrain.nn.network import ALL
 from hpctrain.run.build import TrainingSetup
 from hpctrain.run.resume import Start
 from hpctrain.runs.directory import RunDirectory
-from hpctrain.storage.checkpoint import CheckpointContent
 
 _META = "schedules"
-#: minimum deadline: NCCL searches for networks, and the link is measured if a strategy needs it
-_LEAST_JOIN_SECONDS = 60.0
 
 
-def agree_schedules(session: Session, setup: TrainingSetup, start: CheckpointContent | None = None) -> None:
-    """Make the averagers agree on their schedules, using the checkpoint's schedules that fit. Collective.
+def stored_schedules(session: Session, setup: TrainingSetup, start: Start | None) -> dict[str, CollectiveSchedule]:
+    """Return the schedules of this rank's parameter groups in the checkpoint; empty if there is no checkpoint. Collective.
 
     Raises:
-        CheckpointError: a schedule cannot be read.
-        CollectiveMismatchError: schedules differ between ranks.
+        CheckpointError: a schedule cannot be read; on every rank.
     """
 
-    def fitting() -> dict[str, CollectiveSchedule]:
-        texts: Any = {} if start is None else start.meta.get(_META, {})
+    def read() -> dict[str, CollectiveSchedule]:
+        texts: Any = {} if start is None else start.content.meta.get(_META, {})
         kept = {key: CollectiveSchedule.from_json(text) for key, text in texts.items()}
-        keys = {group: _key(group, session.grid.row) for group in strategies}
-        return {group: kept[key] for group, key in keys.items() if key in kept and strategies[group].accepts(kept[key])}
+        return {group: kept[key] for group in setup.replica.strategies if (key := _key(group, session.grid.row)) in kept}
 
-    strategies = setup.replica.strategies
-    stored = raise_on_all_ranks(session.world, fitting)
-    seconds = max(session.config.deadline_seconds, _LEAST_JOIN_SECONDS)
-    with guard("The start of NCCL", seconds, rank=session.world.rank) if setup.transport == "nccl" else nullcontext():
-        setup.replica.agree(stored, setup.transport)
+    return raise_on_all_ranks(session.world, read)
 
 
 def keep_schedules(session: Session, setup: TrainingSetup, directory: RunDirectory) -> dict[str, object]:

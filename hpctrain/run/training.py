@@ -256,7 +256,7 @@ def run_training(session: Session, watch: SignalWatch, asked: TrainingRequest, o
             setup = replace(setup, notes=(*setup.notes, *start_from_weights(session, setup)))
         enter(session, RunPhase.AGREE)
         reproducibility.agree_record(session, setup, start)
-        reproducibility.agree_schedules(session, setup, None if start is None else start.content)
+        setup.replica.agree(reproducibility.stored_schedules(session, setup, start), setup.transport)
         if start is not None:
             enter(session, RunPhase.LOAD)
             raise_on_all_ranks(session.world, partial(setup.replica.load, start.content))
@@ -384,7 +384,7 @@ def run_compute_only(session: Session, steps: int, style: ProgressStyle | None =
 
     alone = compute_only.without_communication(session)
     setup = build(alone)
-    reproducibility.agree_schedules(alone, setup)
+    setup.replica.agree(transport=setup.transport)
     ownership = RunOwnership()
     directory = _new_directory(alone, setup, ownership)
     reporter = _reporter(alone, directory, style)

@@ -41,6 +41,7 @@ from hpctrain.planner.program.group_schedules import group_schedules
 from hpctrain.run import reproducibility, trace_report
 from hpctrain.run.build import build
 from hpctrain.run.python_job import Stopped
+from hpctrain.run.resume import Start
 from hpctrain.run.training import max_time
 from hpctrain.runs.directory import FLIGHT_POINTER, RunDirectory, flight_directory
 from hpctrain.storage import weights_file
@@ -207,8 +208,11 @@ def _train(
     def program(comm: ThreadCommunicator) -> CheckpointContent:
         session = _session(config, comm, virtual_engine(comm))
         parts = build(session)
-        reproducibility.agree_schedules(session, parts, start)
-        position = Position() if start is None else parts.replica.load(start)
+        position = Position() if start is None else Position.from_meta(start.meta)
+        begun = None if start is None else Start(None, file, start, position, (), parts.data)
+        parts.replica.agree(reproducibility.stored_schedules(session, parts, begun), parts.transport)
+        if start is not None:
+            parts.replica.load(start)
         trainer = Trainer(parts, Cadence.of(config, steps), Reporter(), lambda at: None)
         outcome = trainer.run(position)
         parts.replica.drain()
@@ -276,7 +280,7 @@ def test_each_rank_exchanges_what_the_plan_says(file: Path, fc_exchange: str) ->
         counters = Counters()
         session = _session(config, CountingCommunicator(comm, counters), virtual_engine(comm))
         parts = build(session)
-        reproducibility.agree_schedules(session, parts)
+        parts.replica.agree(transport=parts.transport)
         before = counters.snapshot()
         trainer = Trainer(parts, Cadence.of(config, 1), Reporter(), lambda at: None)
         trainer.run(Position())

@@ -142,7 +142,7 @@ class PartOfRun:
         session = Session(Launcher("none"), threads, comm, grid, GridGroups(grid), progress, Resolved(Recipe.of(self.config)), {})
         start = find_start(session, AUTO)
         parts = self._parts(session)
-        reproducibility.agree_schedules(session, parts, None if start is None else start.content)
+        parts.replica.agree(reproducibility.stored_schedules(session, parts, start), parts.transport)
         reporter = _Sums(self.sums) if session.is_root else Reporter()
         outcome = self._train(session, parts, start, reporter)
         return replace(outcome, result=result_of(parts.replica))
