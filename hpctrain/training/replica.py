@@ -150,46 +150,6 @@ class LoopState:
             )
 
 
-def make_strategies(
-    make: Callable[[PlannedGroup], Strategy],
-    optimizers: Mapping[str, Optimizer],
-    network: Network,
-    groups: GridGroups,
-    nominal_batch: int | None,
-    passes: Passes,
-) -> dict[str, Strategy]:
-    """Return the strategy of each parameter group that has an optimiser.
-
-    Raises:
-        ConfigError: a strategy does not support the configuration.
-        BackendError: a strategy rounds parameters to 16 bits, but the network's arrays are in device memory.
-    """
-    on_host = network.kernels.arithmetic.on_host
-    strategies: dict[str, Strategy] = {}
-    for name, optimizer in optimizers.items():
-        group = PlannedGroup(
-            network.groups[name],
-            groups.gradients[name].size,
-            groups.nodes[name],
-            nominal_batch,
-            passes.micro_batches,
-            norms_needed=optimizer.norms_needed,
-            several_groups=MODEL in network.groups,
-            momentum=optimizer.momentum,
-            names=network.trained,
-            on_host=on_host,
-            shards=passes.shards,
-        )
-        strategies[name] = strategy = make(group)
-        rounding = strategy.rounding
-        if rounding is not None and rounding.parameters != "float32" and not on_host and group.ranks > 1:
-            raise BackendError(  # owners keep rounding errors in host memory only
-                f"wire_parameters is {rounding.parameters}, but backend {network.kernels.name} sends parameters unrounded; "
-                "set wire_parameters to float32, or backend to onednn or numpy."
-            )
-    return strategies
-
-
 def usable(optimizer: Optimizer, network: Network) -> Optimizer:
     """Return `optimizer` if it can update the arrays of the network.
 
@@ -203,6 +163,20 @@ def usable(optimizer: Optimizer, network: Network) -> Optimizer:
             "numpy."
         )
     return optimizer
+
+
+def check_rounding(strategy: Strategy, network: Network) -> None:
+    """Raise if a strategy rounds parameters that are in device memory; owners keep rounding errors in host memory only.
+
+    Raises:
+        BackendError: the strategy rounds parameters to 16 bits for messages, but the network's arrays are in device memory.
+    """
+    group, rounding = strategy.group, strategy.rounding
+    if rounding is not None and rounding.parameters != "float32" and not group.on_host and group.ranks > 1:
+        raise BackendError(
+            f"wire_parameters is {rounding.parameters}, but backend {network.kernels.name} sends parameters unrounded; "
+            "set wire_parameters to float32, or backend to onednn or numpy."
+        )
 
 
 def slices_of(averagers: Mapping[str, GradientAverager]) -> dict[str, list[int]]:
@@ -269,7 +243,8 @@ class Replica:
 
     Raises:
         ConfigError: a strategy does not support the configuration.
-        BackendError: the optimiser cannot access the arrays of the network, which are in device memory.
+        BackendError: the arrays of the network are in device memory, which the optimiser cannot access or whose parameters the
+            strategy rounds.
     """
 
     def __init__(
@@ -300,9 +275,24 @@ class Replica:
                 self._optimizers[name] = GuardedOptimizer(with_ema(usable(optimizer(), network), ema), progress)
         self.settings = {name: value for one in self._optimizers.values() for name, value in one.settings().items()}
         self.passes = Passes.of(micro_batches, exact_shards, network, groups)
-        self.strategies: Mapping[str, Strategy] = {}
+        self.strategies: dict[str, Strategy] = {}
         if strategy is not None:
-            self.strategies = make_strategies(strategy, self._optimizers, network, groups, nominal_batch, self.passes)
+            for name, unbound in self._optimizers.items():
+                group = PlannedGroup(
+                    network.groups[name],
+                    groups.gradients[name].size,
+                    groups.nodes[name],
+                    nominal_batch,
+                    self.passes.micro_batches,
+                    norms_needed=unbound.norms_needed,
+                    several_groups=MODEL in network.groups,
+                    momentum=unbound.momentum,
+                    names=network.trained,
+                    on_host=network.kernels.arithmetic.on_host,
+                    shards=self.passes.shards,
+                )
+                self.strategies[name] = strategy(group)
+                check_rounding(self.strategies[name], network)
         self._checks, self._skips, self._ema = checks, skips, ema
         self._nominal_batch, self._checked = nominal_batch, set[tuple[int, ImageShape | None]]()
         self.watch: WeightWatch | None = None
