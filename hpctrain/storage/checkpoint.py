@@ -31,7 +31,7 @@ from hpctrain.core.intervals import Box, relative, whole
 from hpctrain.core.text import choices
 from hpctrain.launch import processes
 from hpctrain.storage.atomic_write import PARTIAL, not_written, replacing, synchronise_directory, writer_of
-from hpctrain.storage.hdf5_store import ShardedTensors, open_file, read_file, read_store_meta, write_store
+from hpctrain.storage.hdf5_store import ShardedTensors, open_file, read_store_meta, write_store
 from hpctrain.storage.shards import BEFORE, MANIFEST, SUFFIX, delete, open_sharded
 
 #: seconds without a write after which an unfinished file counts as abandoned
@@ -204,10 +204,11 @@ def read(path: Path) -> CheckpointContent:
         CheckpointError: the checkpoint is missing, truncated, damaged (the message names the tensor), or has another format
             version.
     """
-    if not is_sharded(path):
-        return CheckpointContent(*read_file(path))
-    tensors, meta = open_sharded(path)
+    sharded = is_sharded(path)
+    tensors, meta = open_sharded(path) if sharded else open_file(path)
     with contextlib.closing(tensors):
+        if not sharded:
+            return CheckpointContent(dict(tensors), meta)
         tensors.verify()
     return CheckpointContent(tensors, meta)
 

@@ -9,8 +9,8 @@ HDF5 itself never writes to the disk. Its structures stay in memory, and `StoreF
 are two reasons: the HDF5 library has one lock for the whole process, which no thread may hold while it waits for a disk; and the
 library cannot handle a full disk.
 
-A checkpoint file is read as one shard with whole tensors (`open_file`, `read_file`). `ShardedTensors` reads tensors of one or
-more shards on access, and only the pieces that are needed.
+A checkpoint file is read as one shard with whole tensors (`open_file`). `ShardedTensors` reads tensors of one or more shards on
+access, and only the pieces that are needed.
 """
 
 from __future__ import annotations
@@ -642,14 +642,3 @@ def open_file(path: Path) -> tuple[ShardedTensors, Mapping[str, object]]:
     index = index_store(path)
     parts = {name: (place.shape, place.dtype, whole(place.shape)) for name, place in index.places.items()}
     return ShardedTensors(path.parent, [ShardFacts(path.name, path.stat().st_size, index.sha256, parts)]), index.meta
-
-
-def read_file(path: Path) -> tuple[dict[str, np.ndarray], Mapping[str, object]]:
-    """Read all tensors and the metadata of a checkpoint that is one file, and verify every checksum.
-
-    Raises:
-        CheckpointError: see `index_store`; or a tensor is damaged.
-    """
-    tensors, meta = open_file(path)
-    with contextlib.closing(tensors):
-        return dict(tensors), meta

@@ -21,7 +21,7 @@ from hypothesis.extra import numpy as hnp
 from hpctrain.core.errors import CheckpointError, DataError
 from hpctrain.runs.records import HashFile, HashRecord, cut_back, read_hashes, unreadable_path
 from hpctrain.storage import weights_file
-from hpctrain.storage.hdf5_store import read_file as read_store
+from hpctrain.storage.checkpoint import read as read_store
 from hpctrain.storage.hdf5_store import write_store
 from hpctrain.storage.weights_file import WeightsFile
 from tests.support.sampling import amount
@@ -62,17 +62,17 @@ def same(left, right):
 def test_round_trip_keeps_every_bit_shape_and_dtype(tmp_path, tensors):
     path = tmp_path / "store.h5"
     write_store(path, tensors, {})
-    read, meta = read_store(path)
+    content = read_store(path)
     native = {name: array.astype(array.dtype.newbyteorder("=")) for name, array in tensors.items()}
-    assert meta == {}
-    assert same(read, native)
+    assert content.meta == {}
+    assert same(content.tensors, native)
 
 
 def test_arrays_that_are_not_contiguous(tmp_path):
     base = np.arange(7 * 9 * 5, dtype=np.float64).reshape(7, 9, 5)
     tensors = {"a/transposed": base.T, "a/strided": base[::2, 1::3], "a/reversed": base[::-1]}
     write_store(tmp_path / "s.h5", tensors, {})
-    read, _ = read_store(tmp_path / "s.h5")
+    read = read_store(tmp_path / "s.h5").tensors
     assert all(np.array_equal(read[name], tensors[name]) for name in tensors)
 
 
@@ -87,8 +87,7 @@ def test_metadata_round_trip_exactly(tmp_path):
         "none": None,
     }
     write_store(tmp_path / "m.h5", {"a/b": np.ones(3)}, meta)
-    _, read = read_store(tmp_path / "m.h5")
-    assert read == meta
+    assert read_store(tmp_path / "m.h5").meta == meta
     with pytest.raises(TypeError, match="set"):
         write_store(tmp_path / "n.h5", {}, {"names": {1, 2}})
 
@@ -213,7 +212,7 @@ def test_a_lazy_mapping_is_never_in_memory_as_a_whole(tmp_path):
     tracemalloc.stop()
     assert lazy.asked == list(lazy)
     assert writing < 5_000_000
-    tensors, _ = read_store(tmp_path / "s.h5")
+    tensors = read_store(tmp_path / "s.h5").tensors
     assert all(np.array_equal(array, np.full(125_000, float(name.split("/")[1]))) for name, array in tensors.items())
 
 

@@ -517,7 +517,7 @@ def test_each_element_is_written_once_and_shares_are_even(tmp_path: Path) -> Non
 
 
 def _parts(path: Path, rank: int) -> list[np.ndarray]:
-    return list(checkpoint.read_file(path / f"shard-{rank:05d}.h5")[0].values())
+    return list(checkpoint.read(path / f"shard-{rank:05d}.h5").tensors.values())
 
 
 @pytest.mark.usefixtures("small_parts_are_shared")
