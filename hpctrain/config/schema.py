@@ -174,7 +174,7 @@ class DataConfig(Section):
     )
     augment: tuple[AugmentConfig, ...] = Field(default=(), description="Augmentations of training images, in order.")
     evaluate_augment: tuple[AugmentConfig, ...] = Field(
-        default=(), description="Preparation of evaluation images, by the same names, in order."
+        default=(), description="Augmentations that prepare evaluation images, such as center_crop, in order."
     )
     sizes: tuple[SizeConfig, ...] = Field(
         default=(),

@@ -17,7 +17,7 @@ class BucketedOptions:
     """Options of `bucketed`.
 
     Args:
-        bucket_bytes: Minimum size of a bucket in bytes. Null computes it from bytes and ranks.
+        bucket_bytes: Minimum bytes of a bucket. Null computes them from the numbers of parameters and ranks.
         wire: Number format in which gradients travel: "float32" sends them unchanged; "bfloat16" rounds them to 16 bits,
             and sums are still computed in full precision.
         two_level: Whether nodes with several ranks each first sum gradients within the node in full precision, and round them to

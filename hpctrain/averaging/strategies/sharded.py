@@ -23,7 +23,7 @@ class ShardedOptions:
     Args:
         fc_exchange: Whether linear layers exchange inputs and errors instead of gradients: "auto" (on CPUs, if that moves less
             data), "always" or "never".
-        bucket_bytes: Minimum size of a slice of fused small layers, in bytes. Null computes it from bytes and ranks.
+        bucket_bytes: Minimum bytes of a slice of fused small layers. Null computes them from the numbers of parameters and ranks.
         two_level: Whether nodes with several ranks each sum gradients within the node before they sum them across nodes, and
             gather parameters in the reverse order.
         replan: Whether to plan the order of the allgathers again after a few steps, from measured times.

@@ -431,7 +431,7 @@ class SparseOptions:
         momentum_correction: Factor, in [0, 1), of a momentum that each node accumulates before it chooses the elements to send;
             requires an optimizer without momentum. 0 leaves the momentum to the optimizer.
         factor_masking: Whether, with momentum correction, to set the momentum of sent elements to zero.
-        bucket_bytes: Minimum size of a slice of fused small layers, in bytes. Null computes it from bytes and ranks.
+        bucket_bytes: Minimum bytes of a slice of fused small layers. Null computes them from the numbers of parameters and ranks.
         two_level: Whether to sum the gradients of a node's ranks before the elements to send are chosen. If false, or if nodes
             have different numbers of ranks, every rank chooses elements of its own gradients.
         replan: Whether to plan the order of the allgathers again after a few steps, from measured times.
