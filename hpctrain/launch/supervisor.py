@@ -155,7 +155,8 @@ class SupervisedCommand:
                 words, stdin=subprocess.DEVNULL, stdout=out, stderr=err, process_group=0, preexec_fn=self._prepare
             )
         except OSError as error:
-            raise LaunchError(f"Cannot start {words[0]} ({error.strerror}); check its path and permissions.") from error
+            advice = "; check its path and permissions" if isinstance(error, FileNotFoundError | PermissionError) else ""
+            raise LaunchError(f"Cannot start {words[0]} ({error.strerror}){advice}.") from error
         try:
             while process.poll() is None:
                 self._take(self._next(_LOOK_SECONDS), process.pid)

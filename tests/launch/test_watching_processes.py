@@ -73,6 +73,7 @@ except LaunchError as error:
         ("run('import os, sys; print(os.getpgrp() == os.getpid(), sys.stdin.read() == str())')", "True True"),
         ("run('import signal; print(signal.pthread_sigmask(signal.SIG_BLOCK, []))')", "set()"),
         (_NOWHERE, "Cannot start ./nowhere (No such file or directory); check its path and permissions."),
+        (_NOWHERE.replace('["./nowhere"]', '["true", 200_000 * "x"]'), "Cannot start true (Argument list too long)."),
     ],
 )
 def test_a_command_keeps_its_code_and_runs_as_if_it_were_alone(program: str, said: str) -> None:
