@@ -50,7 +50,7 @@ class LateHandle(Handle, Protocol):
 
 
 class GradientSums(Protocol):
-    """Sums over ranks that may round messages or add in a fixed order. The sums of a `Communicator` never round messages.
+    """Sums over ranks that may round messages (`SixteenBitSums`) or add in a fixed order (`TreeSums`).
 
     If a rank has several terms of a sum, sums in a fixed order take a tuple of arrays instead of one array.
     """
@@ -356,7 +356,7 @@ def raise_on_all_ranks(comm: Communicator, work: Callable[[], T]) -> T:
 
 
 def on_ranks(failed: Sequence[int], size: int) -> str:
-    """Return a suffix for a message, ' (on ranks 1 and 2 of 4)' or with more than 8 a number and the first; "" if all failed."""
+    """Return a suffix such as " (on ranks 1 and 2 of 4)", with only the number and the first of more than 8; "" if all failed."""
     if len(failed) == size:
         return ""
     if len(failed) == 1:

@@ -19,7 +19,7 @@ from hpctrain.comm import mpi
 from hpctrain.core.errors import BackendError, MissingLibraryError
 from hpctrain.launch.launcher import without_launcher
 
-#: outcomes of a trial: MPI delivered device memory; it did not (a colon and the reason follow); MPI or CuPy is missing
+#: outcomes of a trial, in this order: MPI delivers device memory; it does not (a colon and the reason follow); no MPI or CuPy
 AWARE, UNAWARE, UNTRIED = "aware", "unaware", "untried"
 #: part of the message of Cray's library if GPUs are requested and its GPU library is missing
 GTL_WORDS = "GTL library is not linked"

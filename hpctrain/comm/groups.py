@@ -255,7 +255,7 @@ class ProcessGrid:
         node_of: index of the node of each world rank; nodes are numbered in the order of their lowest ranks.
 
     Raises:
-        ShapeError: `rows` times `cols` is not the world's size. Raised on every rank, before any communication.
+        ShapeError: see `check_grid`; `size` is that of the world. Raised on every rank, before any communication.
     """
 
     def __init__(self, world: Communicator, rows: int, cols: int) -> None:
@@ -278,7 +278,7 @@ class ProcessGrid:
 
 
 def check_grid(rows: int, cols: int, size: int) -> None:
-    """Raise a ShapeError unless `rows` times `cols` is `size`."""
+    """Raise a ShapeError unless `rows` and `cols` are positive and their product is `size`."""
     if rows < 1 or cols < 1 or rows * cols != size:
         raise ShapeError(
             f"A grid of {rows} x {cols} has {rows * cols} places, but the number of ranks is {size}; grid.rows * grid.cols must "

@@ -50,11 +50,11 @@ class LinkModel:
         return self.alpha_seconds + n_bytes * self.beta_seconds_per_byte
 
     def reduce_scatter_seconds(self, n_bytes: int, ranks: int) -> float:
-        """Return the time, (P - 1) alpha + (P - 1) / P n beta; n is the size of the buffer that each rank sends."""
+        """Return the time of a reduce-scatter, (P - 1) alpha + (P - 1) / P n beta; each rank sends a buffer of n bytes."""
         return (ranks - 1) * (self.alpha_seconds + n_bytes / ranks * self.beta_seconds_per_byte)
 
     def allgather_seconds(self, n_bytes: int, ranks: int) -> float:
-        """Return the time, (P - 1) alpha + (P - 1) / P n beta; n is the size of the gathered buffer."""
+        """Return the time of an allgather, (P - 1) alpha + (P - 1) / P n beta; the gathered buffer has n bytes."""
         return self.reduce_scatter_seconds(n_bytes, ranks)
 
 

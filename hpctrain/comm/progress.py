@@ -405,8 +405,7 @@ class ProgressEngine:
         offer_core: function that yields the core to other processes.
         stream: destination of the report; default: stderr.
         trace: tracer for operations, waits, and the time of posting and tests; None: no trace.
-        flight: flight recorder, which can be read after the process has died, and whose directory explains a deadline; None: no
-            recording.
+        flight: flight recorder, whose records explain an exceeded deadline or the end of a process; None: no recording.
 
     Attributes:
         waited_seconds: total time of all waits so far, which is exposed communication.

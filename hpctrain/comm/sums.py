@@ -68,7 +68,7 @@ class Compressor(ABC):
         """Subtract the elements of `message` from `values`, its source, exactly: new values plus message are the old values."""
 
 
-#: number format of messages; "float32": the dtype of the array, unrounded
+#: number format of messages; "float32" stands for the dtype of the array, without rounding
 Wire = Literal["float32", "bfloat16"]
 _BYTES = np.empty(0, np.uint8)
 #: function (elements, dtype) -> compressor
@@ -76,7 +76,7 @@ Caster = Callable[[int, str], Compressor]
 
 
 def sums_over(comm: Communicator, caster: Caster | None, *, allreduces: bool) -> GradientSums:
-    """Return the sums of gradients over `comm`, whose messages are compressed; `comm` itself without compression or other ranks.
+    """Return sums of gradients over `comm` with compressed messages; `comm` itself without compression or with only one rank.
 
     With two levels, only messages across nodes are compressed. The call is collective. Make it only at set-up.
 

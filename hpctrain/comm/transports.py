@@ -231,10 +231,10 @@ class DeviceMpiCommunicator(ForwardingCommunicator):
         return self._sums
 
     def _start(self, post: _Post, operation: str, array: Array | None = None) -> Handle:
-        """Start the next operation.
+        """Start an operation, which `post` posts in its turn, once the kernels launched so far are done.
 
         Args:
-            array: array that determines its size and location; None: the operation has no array.
+            array: array of the operation. If it is None or on the host, the operation does not wait for kernels.
         """
         mark = None if array is None or isinstance(array, np.ndarray) else self._messages.mark()  # after the kernels before it
         text = operation if array is None else f"{operation} of {array.size} elements"

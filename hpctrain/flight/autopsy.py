@@ -437,7 +437,7 @@ class FoundRecords:
     others: int = 0
 
     def notes(self) -> list[str]:
-        """Return a sentence for each of the first damaged records, and one with the number of the remaining ones."""
+        """Return a sentence for each of the first damaged records, then the numbers of the other ones and of other entries."""
         lines = list(self.damaged[:_MOST_NOTES])
         if len(self.damaged) > _MOST_NOTES:
             lines.append(f"{len(self.damaged) - _MOST_NOTES} more records cannot be read.")

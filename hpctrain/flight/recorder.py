@@ -435,7 +435,7 @@ class Heartbeat:
             self.end_keeper()
 
     def _waited(self) -> tuple[float, float]:
-        """Return the seconds of the wait at the previous tick, and those of the current wait; 0 without a wait."""
+        """Return the seconds of the wait at the previous tick, then those of the wait at this tick; 0 where there was none."""
         since_ns, before = self._recorder.wait_since_ns, self._waited_seconds
         same = since_ns > 0 and since_ns == self._wait_since_ns
         self._wait_since_ns, self._waited_seconds = since_ns, before + self._tick_seconds if same else 0.0

@@ -212,7 +212,7 @@ class RecordedOperation:
 
 @dataclass(frozen=True)
 class FlightRecord:
-    """Content of one rank's ring. Times are nanoseconds of its clock. The words of the head are described by `Word`.
+    """Content of one rank's ring. Times are nanoseconds of its clock. Other attributes are words of the head (`Word`).
 
     Attributes:
         operations: latest operations, in the order of queueing.

@@ -75,7 +75,7 @@ def recorded(path: Path, launcher: Launcher) -> Iterator[None]:
 
 
 def hint() -> list[str]:
-    """Return a line with the place of this process's record; empty once the record is in a run directory."""
+    """Return a line with the place of this process's record; empty if it is in a run directory or in memory."""
     path = _BEGUN[-1].begun_at if _BEGUN else None
     return [] if path is None else [f"`hpctrain autopsy {path.parent}` shows the flight records of this start"]
 

@@ -71,7 +71,7 @@ def await_turn(rank: int | None, deadline_seconds: float) -> None:
 
 
 def say_last_words(rank: int | None, lines: Sequence[str], stream: TextIO | None = None, *, stacks: bool = True) -> None:
-    """Print lines on standard error with this rank's place, followed by the stacks of all threads.
+    """Print lines on standard error with this rank's place, followed by the stacks of all threads if `stacks` is true.
 
     Python's streams are bypassed, since a thread that hangs may hold their locks.
 

@@ -61,11 +61,7 @@ def status_of(process: int) -> ProcessStatus | None:
 
 
 def launcher_process(rank_variable: str | None) -> int:
-    """Return the ID of the launcher's process on this node, the nearest ancestor without a rank; 0 if it is not visible.
-
-    Args:
-        rank_variable: environment variable with the rank; None: there is no launcher.
-    """
+    """Return the ID of the launcher's process on this node, the nearest ancestor without `rank_variable`; 0 if unknown."""
     process = os.getppid() if rank_variable is not None else 0
     while process > 1 and _has_variable(process, rank_variable or ""):
         status = status_of(process)
@@ -81,7 +77,7 @@ def _has_variable(process: int, name: str) -> bool:
 
 
 class WatchedProcess:
-    """A process that this one depends on. Time is counted in checks, as in `Pulse`.
+    """The process with the ID `number`, on which this one depends. Time is counted in checks, as in `Pulse`.
 
     Attributes:
         gone: whether it has ended.

@@ -124,6 +124,9 @@ def _is_broken(stream: int) -> bool:
 class SupervisedCommand:
     """Runner of commands, one after another. Create one per process, on the main thread, while there are no other threads.
 
+    Args:
+        say: callback with each clause for the user.
+
     Attributes:
         request: signal that requested the end; None if none did.
     """
@@ -277,7 +280,7 @@ class Attempt:
     Attributes:
         begin, end: wall-clock times in seconds since the epoch.
         code: exit code.
-        traces: what the attempt left, by `look` of the `Supervisor`.
+        traces: outcome of the attempt, from the files that it left.
         excluded: nodes that the command excluded.
         next: action after the attempt, in words.
     """
@@ -307,6 +310,7 @@ class Supervisor:
     Args:
         look: function that returns the outcome of the latest attempt.
         keep: callback with each finished attempt.
+        say: callback with each clause for the user.
     """
 
     def __init__(

@@ -103,7 +103,7 @@ def set_threads(
 
 
 def _requested(name: str, text: str, threads: int | None, cores: int, how: str) -> ThreadPlan:
-    """Return the plan for a requested number of threads, which may exceed the rank's cores; None if `text` has no number."""
+    """Return the plan for `threads` threads, which may exceed the rank's cores. `threads` is None if `text` is no number."""
     cpus = len(os.sched_getaffinity(0))
     if threads is None or not 1 <= threads <= cpus:
         otherwise = "to auto" if name == "threads" else "unset it"
@@ -137,11 +137,11 @@ class NodeLoad:
 
     @property
     def is_busy(self) -> bool:
-        """Whether the node has too few cores for the ranks and the other programs."""
+        """Whether there are other programs, and the node has too few cores for them and the ranks."""
         return self.others > 0 and self.others + self.ranks * self.threads > self.cores
 
     def sentence(self, where: str = "here") -> str:
-        """Return the facts without a full stop. `where` names the node."""
+        """Return a sentence about the load, without a full stop. `where` is a phrase for the node."""
         return (
             f"{counted(self.others, 'thread')} of other programs {'runs' if self.others == 1 else 'run'} {where}, next to "
             f"{self.ranks * self.threads} of this job on {counted(self.cores, 'core')}"
@@ -159,9 +159,6 @@ def node_load(launcher: Launcher, threads: int, proc: Path = Path("/proc")) -> N
 
     A thread counts if it is running now. Next to other ranks, which start at the same time, it must also have been running during
     the last minute, by the load average; a process that is alone counts for 0.2 s instead.
-
-    Args:
-        proc: directory with the file of the load, for tests.
     """
     ranks, counts = launcher.local_size or 1, []
     try:
@@ -266,7 +263,7 @@ def physical_cores(cpus: Iterable[int], topology: Path = _TOPOLOGY) -> int:
 
 
 def core_names(cpus: Iterable[int], topology: Path = _TOPOLOGY) -> frozenset[str]:
-    """Return the physical cores of logical CPUs, named by their hardware threads, such as "0,64". Names are unique on a node."""
+    """Return the names of the physical cores of logical CPUs: their hardware threads, "0,64"; without a topology, "cpu0"."""
     names = set()
     for cpu in cpus:
         try:

@@ -72,7 +72,7 @@ def entry(name: str) -> Entry:
 
 
 def options(name: str) -> dict[str, object]:
-    """Return the model's options with their defaults.
+    """Return the model's options with their defaults; options without one, such as `classes`, with typical values.
 
     Raises:
         ConfigError: there is no model of this name.

@@ -38,7 +38,7 @@ def size_of_model(name: str) -> ModelSize:
     """Return the size of a model of the catalogue.
 
     Raises:
-        ConfigError: there is no model of this name.
+        ConfigError: there is no model of this name, or it has no size of images.
     """
     model, shape = catalogue.build(name, {}), catalogue.image_shape(name)
     plan = compile_graph(_graph(model, _BATCH, shape), NumpyKernelSet(), training=True)

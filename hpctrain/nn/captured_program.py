@@ -90,10 +90,11 @@ class _Unit:
 
 
 class CapturedProgram(Program):
-    """A program that runs its first pass action by action, and later passes as captured spans where possible.
+    """A program that runs its first pass action by action, and later passes as captured spans.
 
-    The first pass loads the kernels, which cannot be captured; nor can passes that `_cannot_be_captured` names. Hooks are called
-    only between spans: before a span for all parameters that it reads, and after it for all gradients that it computes.
+    The first pass loads the kernels, which cannot be captured. No pass is captured if an operator calls the host, or if the hooks
+    take sufficient factors. Hooks are called only between spans: before a span for all parameters that it reads, and after it for
+    all gradients that it computes.
 
     Args:
         plan: plan of a kernel set that implements `CapturesWork`.

@@ -59,11 +59,7 @@ def uniform(bound: float) -> Initializer:
 
 
 def identity(others: Initializer) -> Initializer:
-    """Return an initializer of a convolution (K, R, S, C) whose first filters copy the channels of its input.
-
-    Args:
-        others: initializer of the filters after the first C.
-    """
+    """Return an initializer of a convolution (K, R, S, C) whose first C filters copy its input; `others` draws the other ones."""
 
     def draw(random: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
         values = others(random, shape)

@@ -46,10 +46,7 @@ def join(prefix: str, name: str) -> str:
 
 
 class Layer(Checked):
-    """A differentiable function with parameters.
-
-    Leaves implement `spec`; containers implement `children` and `lower`.
-    """
+    """A differentiable function with parameters. Leaves implement `spec`; containers implement `children` and `lower`."""
 
     #: spatial window of the layer; None: pointwise or not spatial
     window: Window | None = None
@@ -81,7 +78,7 @@ class Layer(Checked):
             yield from child.walk(join(prefix, name))
 
     def output(self, x: TensorSpec) -> TensorSpec:
-        """Return the spec of the output for an input with spec `x`."""
+        """Return the spec of the output for an input with spec `x`. Raise a ShapeError if the input does not fit the layer."""
         graph = GraphBuilder(x)
         return graph.tensor(self.lower(graph, 0, type(self).__name__.lower()))
 
@@ -327,7 +324,7 @@ class MaxPool(Leaf):
         ceil_mode: whether the output size is rounded up, so that a last window may extend beyond the padded image.
 
     Raises:
-        ShapeError: a size is below 1, or the padding is more than half the kernel.
+        ShapeError: a size is below 1, or the padding is negative or more than half the kernel.
     """
 
     def __init__(
@@ -356,7 +353,7 @@ class AveragePool(Leaf):
         count_include_pad: whether padding elements count in the mean's divisor (the default of torch).
 
     Raises:
-        ShapeError: a size is below 1, or the padding is more than half the kernel.
+        ShapeError: a size is below 1, or the padding is negative or more than half the kernel.
     """
 
     def __init__(
@@ -408,6 +405,7 @@ class Dropout(Leaf):
 
     Args:
         rate: probability that an element is dropped, in [0, 1).
+        seed: seed of the mask.
 
     Raises:
         ShapeError: the rate is outside [0, 1).

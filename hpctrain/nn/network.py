@@ -307,6 +307,10 @@ class Network:
             training: whether the program has a backward pass.
             input_gradient: whether backward also computes the gradient of the images.
             image_shape: (H, W, C) of whole images; default: the network's image shape.
+
+        Raises:
+            BackendError: the kernel set does not support a layer.
+            ShapeError: the layers do not fit `image_shape`.
         """
         counts, shape = (batch,) if isinstance(batch, int) else tuple(batch), image_shape or self.image_shape
         return next(iter(self._alone(counts, shape, training=training, input_gradient=input_gradient)))
@@ -388,11 +392,7 @@ class Network:
         )
 
     def arena_bytes(self, batch: int, *, training: bool) -> int:
-        """Return the bytes that a program for N = batch needs in addition to the parameters, without allocating them.
-
-        Args:
-            batch: number of samples N of each rank.
-        """
+        """Return the bytes that a program for `batch` samples per rank needs besides the parameters, without allocating them."""
         graph = self._local_graph((batch,) * self.distribution.ranks, None)
         plan = compile_graph(graph, self.kernels, training=training)
         return plan.arena_bytes + self.distribution.message_bytes([step.operator for step in plan.steps])

@@ -353,7 +353,7 @@ class FlatStatistics:
         )
 
     def blend(self, weighted_sums: np.ndarray, count: float) -> None:
-        """Move the running statistics towards weighted_sums / count (float64, flat), unless the step has count = 0 samples."""
+        """Move the running statistics towards weighted_sums / count (float64, flat); do nothing for a step of `count` 0."""
         if count == 0:
             return
         target = weighted_sums / count

@@ -33,7 +33,7 @@ _LONGEST_NAME_BYTES = 120
 _NUMBERS = count(1)
 _DESCRIPTORS = re.compile(r"/proc/(\d+)(/task/\d+)?/fd")
 _MOST_LINKS = 40  # Linux's limit
-# Begin of the advice on an error of the system.
+# First words of the advice on an error, by its number.
 _ADVICE = {errno.ENOSPC: "free disk space or ", errno.EDQUOT: "free disk space or ", errno.EACCES: "grant write permission or "}
 
 
@@ -137,7 +137,7 @@ def publish(partial: Path, path: Path) -> None:
     for everyone.
 
     Raises:
-        OSError: `path` exists and is not a regular file, or it is a link.
+        OSError: `path` is a link or another file that is not regular, or the file cannot be renamed.
     """
     with contextlib.suppress(FileNotFoundError):
         replaced = os.lstat(path)

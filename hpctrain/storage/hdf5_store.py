@@ -289,7 +289,7 @@ def root_digest(path: Path) -> str:
     """Return the stored checksum over the names and checksums of all tensors, without verifying it.
 
     Raises:
-        CheckpointError: HDF5 cannot read the file.
+        CheckpointError: the file cannot be read.
     """
     with _damage_in(path), h5py.File(path, "r", locking=False) as file:
         return _text(file, "sha256")
@@ -370,10 +370,7 @@ def _damage_in(path: Path) -> Iterator[None]:
 
 
 def system_reason(error: BaseException) -> str | None:
-    """Return the operating system's message of an OSError, such as "Input/output error"; None for other errors.
-
-    The message is also found in errors that HDF5 raises.
-    """
+    """Return the operating system's message in an error, also one of HDF5, such as "Input/output error"; None if it has none."""
     if not isinstance(error, OSError):
         return None
     found = re.search(r"error message = '([^']*)'", str(error))

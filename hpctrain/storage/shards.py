@@ -30,7 +30,7 @@ _SMALLEST_SHARED_BYTES = 1 << 16
 
 
 class WriteShares:
-    """Division of parts that several ranks hold into one share per rank, for writing.
+    """Division of parts that `holders` ranks hold into one share per rank, for writing. This rank has the index `number`.
 
     Large parts are divided evenly; a small part is written by the rank with the fewest bytes so far.
     """

@@ -115,8 +115,8 @@ def _check_groups(depth: int, groups: int, width_per_group: int) -> None:
     most = MOST_CHANNELS // (max(_CHANNELS) // _PUBLISHED_WIDTH)
     if groups * width_per_group > most:
         raise OptionError(
-            f"{groups} groups of {width_per_group} channels lead to more than {MOST_CHANNELS:,} channels in the last stage, "
-            f"the maximum of a layer; the largest width_per_group is {max(1, most // groups)}.",
+            f"{groups} groups of {width_per_group} channels need a layer of more than {MOST_CHANNELS:,} channels, the maximum; "
+            f"the largest width_per_group is {max(1, most // groups)}.",
             "width_per_group" if groups <= most else "groups",
         )
 

@@ -33,11 +33,7 @@ def compile_graph(graph: Graph, kernels: KernelSet, *, training: bool, input_gra
 
 
 def plan_steps(steps: Steps, alignment_bytes: int = ALIGNMENT_BYTES) -> ExecutionPlan:
-    """Return the plan of `steps` by all passes after the first one.
-
-    Args:
-        alignment_bytes: alignment of every buffer in the arena.
-    """
+    """Return the plan of `steps` by all passes after the first one. Buffers in the arena are aligned to `alignment_bytes`."""
     forward, backward = forward_actions(steps), backward_actions(steps, recomputed_tensors(steps))
     line = Timeline(steps, forward, backward)
     uses = find_uses(steps, line)

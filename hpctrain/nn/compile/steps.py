@@ -163,7 +163,8 @@ def _self_made(spec: SelfMade, inputs: tuple[TensorSpec, ...], kernels: KernelSe
 def _find_gradients(graph: Graph, training: bool, input_gradient: bool) -> list[bool]:
     """Return, for each tensor of the graph, whether backward computes its gradient.
 
-    A tensor has a gradient if a layer before it is trained. Backward therefore skips all layers before the first trained one.
+    A tensor has a gradient if a layer before it is trained, so backward skips all layers before the first trained one. If
+    `input_gradient` is set and the graph is trained, all tensors have one.
     """
     needs_grad = [False] * len(graph.tensors)
     if training:
