@@ -32,7 +32,7 @@ class KeptSamples:
 
     Attributes:
         memory, memory_bytes: number of samples in memory, from the first one on, and their size in bytes.
-        denied: why the ranks of the node cannot share memory; "" if they can.
+        denied: why the ranks of the node cannot share memory, so that each keeps these samples; "" if they can.
         local_first, local, local_bytes: first sample of the local copy, number of its samples, and their size in bytes.
         local_denied: why there is no local copy, or a smaller one than requested; "" otherwise.
     """
@@ -207,7 +207,7 @@ def add_caches(
         cache, of_file = _cache(node, loader.file, config, budget, counts)
         loader.read_through(cache)
         caches.append(cache)
-        budget -= of_file.memory_bytes
+        budget -= of_file.memory_bytes * (node.size if of_file.denied else 1)
         kept.append(of_file)
     for loader in loaders:
         loader.read_through(by_reader[id(loader.file.pixels)].pixels)
@@ -278,5 +278,6 @@ def _cache(
     memory = share(node, memory_bytes)
     if memory.denied:  # the array is allocated anyway: untouched pages occupy no memory
         held, place = held_in(budget // node.size, samples, image_bytes), ALONE
+        memory_bytes = bytes_for(held, image_bytes)
     kept = replace(kept, memory=held, memory_bytes=memory_bytes, denied=memory.denied)
     return SampleCache(file.pixels, counts, memory, held, place, copy=copy), kept

@@ -343,11 +343,7 @@ def _absent(config: Config, data: DataFacts) -> dict[str, Any]:
 
 
 def describe(position: Position, samples: int) -> str:
-    """Return a training position as text, such as its epoch and step.
-
-    Args:
-        samples: number of samples of an epoch.
-    """
+    """Return a position in a training as text: its epoch, its step, and its share of the epoch's `samples` if it is inside."""
     if not position.samples:
         return f"epoch {position.epoch + 1}, step {position.global_step}"
     done = f"{position.samples:,} of {samples:,} images of the epoch done"

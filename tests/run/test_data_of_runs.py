@@ -241,6 +241,7 @@ def test_ranks_that_cannot_share_memory_keep_their_own_parts(folder: Path, expec
     assert note.startswith(
         "data train.h5: 41 % of the samples stay in memory of each rank, as the ranks of a node cannot share it ("
     )
+    assert ") (25" in note, "the memory of a rank, not that of the node"
 
 
 _JOB = """
