@@ -299,7 +299,7 @@ def _of_the_user(whole: dict[str, Any], kind: str) -> Iterator[dict[str, Any]]:
 
 
 def _alternatives(whole: dict[str, Any], kind: str) -> Iterator[dict[str, Any]]:
-    """Yield the schema of one section for each set of options. Names with the same options share one schema."""
+    """Yield the schemas of one section: one for each family of names, with all options of the family."""
     by_family = sorted(_all_choices(kind), key=lambda choice: choice.family)
     for family, group in groupby(by_family, key=lambda choice: choice.family):
         members = list(group)

@@ -62,7 +62,7 @@ def one_line(text: str) -> str:
 
 
 def plain(value: Any) -> Any:
-    """Return an option as immutable plain data: lists become tuples, and "1e-3" becomes a float.
+    """Return an option as plain data: lists become tuples, and "1e-3" becomes a float.
 
     Raises:
         ValueError: the value is not a scalar, list or mapping with string keys, or it is a number that is not finite, or a text

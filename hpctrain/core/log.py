@@ -210,7 +210,7 @@ def leave_warnings_to_rank_0(rank: int) -> None:
 
 
 class _WholeLines(logging.StreamHandler):
-    """Handler that writes each record at once, each line beginning with the rank and host. Warnings and errors are coloured."""
+    """Handler that writes a record at once, with rank and host before each line; a terminal shows warnings in colour."""
 
     def __init__(self, beginning: str) -> None:
         super().__init__(sys.stderr)

@@ -279,9 +279,6 @@ class RankProcess:
             mpi.finish(LEAVE_SECONDS)
 
     def leave(self, code: int) -> NoReturn:
-        """End MPI, then this process. Collective over all ranks.
-
-        MPI ends first, so that no launcher mistakes the exit code for a crash.
-        """
+        """End MPI, then this process, so that no launcher mistakes the exit code for a crash. Collective over all ranks."""
         self.end_mpi()
         raise SystemExit(code)

@@ -46,6 +46,8 @@ _NO_PLUGINS = ("PYDANTIC_DISABLE_PLUGINS", "__all__")
 class StartedProcess:
     """Context in which a process runs a command, after steps 1 to 6 of its start.
 
+    Only commands that run on ranks take steps 3 and 4, and commands that do not compute take steps 2 and 5 alone.
+
     The value is the watch of the process's signals; None if the command does not compute.
 
     Args:

@@ -407,8 +407,8 @@ class Predictions:
         averaged: whether its averaged weights were used.
         class_names: names of the classes by label.
         files: all pictures, in order.
-        answers: iterator over one result per file, in the same order, on every rank. Each result is computed when it is
-            requested; collective.
+        answers: iterator over one result per file, in the same order, on every rank. A batch of results is computed when the
+            first of them is requested; collective.
     """
 
     checkpoint: Path

@@ -276,6 +276,7 @@ class RunDirectory:
 
         Raises:
             RunOwnedError: another job has taken over the run.
+            OSError: the line cannot be written.
         """
         require_owned(self)
         records.append_lines(self.metrics_path, json.dumps(_finite(record), allow_nan=False) + "\n")
@@ -351,7 +352,7 @@ def stored_checkpoints(directory: Path) -> list[StoredCheckpoint]:
     """Return the checkpoints of a directory, lowest step first, without broken links and files deleted during the call.
 
     Raises:
-        CheckpointError: the directory cannot be read.
+        CheckpointError: the directory exists, but cannot be read.
     """
     found = []
     try:
@@ -490,7 +491,7 @@ def listed_runs(output: Path, name: str | None) -> list[ListedRun]:
         name: name in the configuration of the runs; None: any name.
 
     Raises:
-        CheckpointError: `output` cannot be listed.
+        CheckpointError: `output` exists, but cannot be listed.
     """
     try:
         paths = [Path(entry.path) for entry in os.scandir(output)]
