@@ -305,7 +305,7 @@ def check_shapes(train: tuple[int, int, int], test: tuple[int, int, int]) -> Non
     if test != train:
         raise ShapeError(
             f"Evaluation images have shape {test} after augmentation, but training images {train} (H, W, C); "
-            f"add a crop to {train[:2]} to data.evaluate_augment."
+            f"crop or resize them to {train[:2]} in data.evaluate_augment."
         )
 
 

@@ -163,7 +163,7 @@ def check(differences: Iterable[Change], *, between_epochs: bool, begun_epochs: 
     if refusals:
         raise CheckpointError(
             f"The run cannot resume from {place} with other values: {'; '.join(refusals)}. "
-            f"Give the values of the checkpoint, or start a new training without --resume."
+            f"Give the values of the checkpoint, or start a new training."
         )
 
 

@@ -110,7 +110,7 @@ class AutomaticChoice:
                 return
         raise CheckpointError(
             f"The automatic choice in {place} no longer matches the model {task.config.model.name}: {reason}; "
-            f"use the model that the choice was made for, or start a new training without --resume."
+            f"use the model that the choice was made for, or start a new training."
         )
 
     def line(self, config: Config) -> str:

@@ -185,7 +185,8 @@ def _sentences(error: Exception) -> list[str]:
     name = "the working directory" if error.filename is None and error.errno in _GONE else error.filename
     if name is not None:
         return [f"{os.fsdecode(name)} cannot be used: {error.strerror}."]
-    return [f"A file cannot be written: {error.strerror}; free disk space, or use another disk."] if error.errno in _FULL else []
+    advice = "" if error.errno == errno.EFBIG else "; free disk space, or use another disk"
+    return [f"A file cannot be written: {error.strerror}{advice}."] if error.errno in _FULL else []
 
 
 def _is_reported_by_another(error: Exception, *, in_job: bool) -> bool:

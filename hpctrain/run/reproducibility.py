@@ -130,7 +130,7 @@ def check_kept_record(world: Communicator, meta: Mapping[str, Any], present: Map
         if differing:
             raise CheckpointError(
                 f"A run with exact cannot resume from {place} with {'; '.join(differing)}, as its results would differ bitwise; "
-                "restore the earlier values (the number of ranks may differ), or start a new training without --resume."
+                "restore the earlier values (the number of ranks may differ), or start a new training."
             )
 
     raise_on_all_ranks(world, compare)

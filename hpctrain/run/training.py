@@ -400,7 +400,7 @@ def run_compute_only(session: Session, steps: int, style: ProgressStyle | None =
         lines = trace_report.finish(directory.path, about, reporter.width)
         table = trace_report.table
         if table is None:
-            raise ConfigError("No complete step ran, so there is no compute-only step; set epochs or --steps to at least 1.")
+            raise ConfigError("No complete step ran, so there is no compute-only step; set epochs to at least 1.")
         exchange = compute_only.measure_exchange(session.groups, alone.progress, setup.replica.network)
         lines += compute_only.report_compute_only(alone, directory.path, table, exchange, about)
         for line in lines:

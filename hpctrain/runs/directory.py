@@ -141,7 +141,8 @@ class RunDirectory:
         if not _LEGAL_NAME.fullmatch(name):
             legal = re.sub(r"[^A-Za-z0-9._-]+", "-", name).lstrip("-") or "run"
             raise ConfigError(
-                f"The run name {name!r} may contain only letters, digits, dots, dashes and underscores, for example {legal!r}."
+                f"The run name is {name!r}, but must have only letters, digits, dots, dashes and underscores, and no leading "
+                f"dash, such as {legal!r}."
             )
         try:
             run = cls(_make_unique(Path(output), f"{name}-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}"))

@@ -109,7 +109,7 @@ def test_directories_are_unique_however_many_start_at_once(tmp_path):
 
 @pytest.mark.parametrize(("name", "legal"), [("a/b", "a-b"), ("", "run"), ("-x", "x"), ("Größe 7", "Gr-e-7")])
 def test_names_that_are_no_file_names(tmp_path, name, legal):
-    with pytest.raises(ConfigError, match=f"for example '{legal}'"):
+    with pytest.raises(ConfigError, match=f"such as '{legal}'"):
         create(tmp_path, name)
     create(tmp_path, legal)
 
