@@ -99,7 +99,7 @@ class DataRates:
 
 
 def measure(config: Config, threads: Sequence[int], step_threads: int, *, times_step: bool = True) -> DataRates:
-    """Time the stages in turn for each number of threads, then a training step by itself.
+    """Time the stages in turn for each number of `threads`, then a training step by itself, which has `step_threads` already.
 
     Raises:
         DataError: the data file cannot be opened, see `ImageFile.open`.

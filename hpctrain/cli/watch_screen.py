@@ -114,7 +114,7 @@ def _numbers(state: RunState) -> Table | None:
 
 
 def _ranks(state: RunState) -> list[RenderableType]:
-    """Return lines about the latest activity of the ranks: a summary, then one per rank that failed or is silent for long."""
+    """Return lines about the latest activity of the ranks: a summary, then at most 4 ranks that failed or are silent for long."""
     if not state.ranks:
         return [Text("ranks: no flight records here")]
     by_silence = sorted(state.ranks, key=state.silent_seconds, reverse=True)
