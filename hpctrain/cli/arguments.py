@@ -36,7 +36,7 @@ class FilePath(click.Path):
             try:
                 value = expanded(value)
             except ValueError as error:
-                self.fail(f"{value} is not a path: {error}.", param, ctx)
+                self.fail(f"{value} cannot be expanded: {error}.", param, ctx)
         return super().convert(value, param, ctx)
 
 

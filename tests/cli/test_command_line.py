@@ -123,7 +123,7 @@ def test_variables_of_a_path_are_filled_in(monkeypatch: pytest.MonkeyPatch) -> N
     assert FilePath().convert("auto", None, None) == "auto"
     result = CliRunner().invoke(cli, ["config", "check", "$NOWHERE/x.yaml"])
     assert result.exit_code == 2
-    assert "$NOWHERE/x.yaml is not a path: the variable NOWHERE is not set here" in result.output
+    assert "$NOWHERE/x.yaml cannot be expanded: the variable NOWHERE is not set here" in result.output
 
 
 @pytest.mark.parametrize("text", ["nan", "inf", "-inf", "0"])
