@@ -98,7 +98,7 @@ class RankLog(logging.Handler):
                 self._write()
             except OSError as error:
                 if not (self._refused or self._closed):  # after `close`, the log's own handlers may be gone
-                    _log.warning("The log %s cannot be written (%s); the run continues without it.", self._path, error.strerror)
+                    _log.warning("The log %s cannot be written (%s); the run continues and retries.", self._path, error.strerror)
                 self._refused = True
             else:
                 self._refused = False

@@ -206,7 +206,8 @@ def _is_recorded_again(record: Mapping[str, object], epoch: int, step: int, eval
 def _keep_unreadable(path: Path, lines: Sequence[bytes]) -> None:
     other = unreadable_path(path)
     first = lines[0][:80].decode(errors="replace")
-    _log.warning("%d lines of %s are not JSON objects (first %r) and were moved to %s.", len(lines), path, first, other)
+    moved = counted(len(lines), "line")
+    _log.warning("Moved %s without a JSON object (first %r) from %s to %s.", moved, first, path, other)
     with open(other, "ab") as file:
         file.write(b"".join(line + b"\n" for line in lines))
         file.flush()
