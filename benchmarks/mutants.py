@@ -22,15 +22,17 @@ import json
 import os
 import random
 import re
+import resource
 import select
 import subprocess
 import threading
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 
 PACKAGES = ("averaging", "parallel", "nn/compile", "backend", "data", "storage", "launch")
 _ONE_PROCESS = "parallel[1]"  # mpi-pytest: tests without ranks
@@ -71,6 +73,8 @@ def hit(k):
         except OSError:
             pass
 """
+#: environment variable with the file of each test's processor time, which this module appends as a plugin of pytest
+_COSTS = "MUTANTS_COSTS"
 # A test has failed if it prints nothing for this many seconds plus this many times its processor time in the probe.
 _PATIENCE_SECONDS, _PATIENCE_FACTOR = 120, 20
 _TESTS_PER_PROCESS = 200
@@ -173,17 +177,32 @@ def probe(mutants: list[dict[str, Any]], checkout: Path, level: str, paths: list
     for mutant in mutants:
         call = f"__import__('hpctrain._mutants', fromlist=['hit']).hit({mutant['id']})"
         _write(mutant, checkout, f"({call}, {mutant['old']})[1]")
-    measure = ["-q", "-p", "tests.support.cpu_seconds", "--cpu-seconds", str(costs)]
+    measure = ["-q", "-p", "benchmarks.mutants"]
     spread = ["-n", str(os.cpu_count()), "--maxprocesses", "8", "--dist", "worksteal", "-m", _ONE_PROCESS]
     commands = [[*_PYTEST, *measure, *spread, *paths]]
     if not paths or any(path.startswith("tests/mpi") for path in paths):
         commands += [_with_ranks(ranks, [*measure, "-m", f"parallel[{ranks}]", "tests/mpi"]) for ranks in (2, 3, 4)]
     try:
         for command in commands:
-            subprocess.run(command, cwd=checkout, env=_environment(checkout, level))
+            subprocess.run(command, cwd=checkout, env=_environment(checkout, level) | {_COSTS: str(costs)})
     finally:
         _restore(checkout)
     _store(mutants, hits, costs)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, bool | None, bool | None]:
+    """Append a test's processor time to the file of costs, in seconds, with that of its child processes."""
+    begin_seconds = _processor_seconds()
+    handled = yield
+    with open(os.environ[_COSTS], "a") as costs:
+        costs.write(json.dumps([item.nodeid, round(_processor_seconds() - begin_seconds, 3)]) + "\n")
+    return handled
+
+
+def _processor_seconds() -> float:
+    usages = map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
 
 
 def _store(mutants: list[dict[str, Any]], hits: Path, costs: Path) -> None:
@@ -193,8 +212,8 @@ def _store(mutants: list[dict[str, Any]], hits: Path, costs: Path) -> None:
     """
     seconds: dict[str, float] = defaultdict(float)
     for line in costs.read_text().splitlines():
-        cost = json.loads(line)
-        seconds[cost["test"]] = max(seconds[cost["test"]], cost["here"] + cost["children"])
+        test, cost = json.loads(line)
+        seconds[test] = max(seconds[test], cost)
     files: dict[str, set[str]] = defaultdict(set)
     for test in seconds:
         files[test.partition("::")[0]].add(test)
