@@ -499,7 +499,7 @@ class Sparse(ReduceScatterStrategy):
         if options.momentum_correction and group.momentum:
             raise OptionError(
                 f"momentum_correction is {options.momentum_correction}, but the optimizer already has a momentum of "
-                f"{group.momentum}; set optimizer.momentum of sgd or lars to 0, or remove momentum_correction.",
+                f"{group.momentum}; use sgd or lars with optimizer.momentum 0, or remove momentum_correction.",
                 "momentum_correction",
             )
         if options.two_level and group.nodes is not None and group.ranks > 1 and len(set(group.nodes)) == 1:
