@@ -225,7 +225,7 @@ class Sgd(MomentumOptimizer):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not (self.norm_bias_rate > 0.0 and math.isfinite(self.norm_bias_rate)):
-            sentence = f"norm_bias_rate is {self.norm_bias_rate}, but must be a positive number; 1 changes nothing."
+            sentence = f"norm_bias_rate is {self.norm_bias_rate}, but must be positive and finite; 1 changes nothing."
             raise OptionError(sentence, "norm_bias_rate")
 
     def bind(self, group: FlatGroup, owned: Sequence[Segment]) -> None:
@@ -356,7 +356,7 @@ class MomentOptimizer(_DecayingOptimizer):
             if not 0.0 <= getattr(self, name) < 1.0:
                 raise OptionError(f"{name} {getattr(self, name)} is outside [0, 1); the usual value is {usual}.", name)
         if not (self.epsilon > 0.0 and math.isfinite(self.epsilon)):
-            raise OptionError(f"epsilon is {self.epsilon}, but must be a positive number; the usual value is 1e-8.", "epsilon")
+            raise OptionError(f"epsilon is {self.epsilon}, but must be positive and finite; the usual value is 1e-8.", "epsilon")
         self.check_decay()
         object.__setattr__(self, "momentum", self.beta1)  # strategies read it from every optimiser; it is not an option here
 

@@ -44,7 +44,7 @@ class LearningRateSchedule(Checked):
 
     def __post_init__(self) -> None:
         if not (self.base_lr > 0.0 and math.isfinite(self.base_lr)):
-            raise ConfigError(f"lr is {self.base_lr}, but must be a positive number; 0.1 is a usual value.")
+            raise ConfigError(f"lr is {self.base_lr}, but must be positive and finite; 0.1 is a usual value.")
         if self.epochs < 1:
             raise ConfigError(f"epochs is {self.epochs}, but must be at least 1.")
         if self.steps_per_epoch < 1:
@@ -196,7 +196,7 @@ class Polynomial(Decay):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not (self.power > 0.0 and math.isfinite(self.power)):
-            raise OptionError(f"power is {self.power}, but must be positive; 1 decays linearly, 2 is the usual value.", "power")
+            raise OptionError(f"power is {self.power}, but must be positive and finite; 1 decays linearly, 2 is usual.", "power")
 
     def after_warmup(self, step: float, progress: float) -> float:
         return self.between((1.0 - progress) ** self.power)
@@ -294,7 +294,7 @@ class Plateau(LearningRateSchedule):
             raise OptionError(f"patience is {self.patience}, but must be at least 1.", "patience")
         if not (self.min_delta >= 0.0 and math.isfinite(self.min_delta)):
             raise OptionError(
-                f"min_delta is {self.min_delta}, but must be a number of at least 0; the default is 0.", "min_delta"
+                f"min_delta is {self.min_delta}, but must be a finite number of at least 0; the default is 0.", "min_delta"
             )
         if not 0.0 <= self.min_lr <= self.base_lr:
             raise OptionError(f"min_lr is {self.min_lr}, but must be from 0 to lr, {self.base_lr}.", "min_lr")
