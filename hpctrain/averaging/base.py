@@ -294,7 +294,7 @@ class GradientAverager(ABC):
 
 
 def for_holders(kept_back: np.ndarray, holders: int) -> np.ndarray:
-    """Distribute gradients that were kept back, (previous holders, ...), over a new number of holders.
+    """Return gradients that were kept back, (previous holders, ...), distributed over a new number of holders, (holders, ...).
 
     If their number is unchanged, each holder receives its own gradients. Otherwise the first holder receives the sum. Rows after
     the first `holders` rows are ignored if they are zero: a checkpoint contains such rows if other parts of a parameter have more
@@ -425,8 +425,8 @@ class Strategy(ABC):
             the keyword `options` receives them as keywords next to `group`.
         adds_norms: whether the averager computes the norms that LARS, LAMB and clipping need; if not, a configuration with one
             of them is an error.
-        sums_shards: whether the averager sums each gradient once per step and sends nothing else, so that sums may follow the
-            order of shards.
+        sums_shards: whether the averager sums the unchanged gradients of each step once, so that sums may follow the order of
+            shards.
         streams: streams on which the averager posts operations, in addition to the group's communicator.
         accumulated: parameters whose gradients are added to those of earlier steps.
         chooses_on_host: whether the host chooses the elements to send, which NCCL cannot do.

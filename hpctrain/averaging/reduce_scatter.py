@@ -164,7 +164,7 @@ class OwnerOperations:
         return slices, slice(min(covered), max(covered) + 1)
 
     def takes_part(self, operation: Operation, update: StepUpdate) -> bool:
-        """Return whether a step that leaves out some slices posts an operation.
+        """Return whether a step that leaves out some slices posts `operation`.
 
         Norms are posted if they cover any slice that is not left out. They are always posted if norms of several groups travel
         together, because the other groups wait for this group's contribution.

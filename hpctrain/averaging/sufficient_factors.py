@@ -175,7 +175,7 @@ def exchanging_layers(
         nominal_batch: samples of a step over all ranks; None: unknown.
         micro_batches: number of passes of a step. With several passes there is no exchange, because the inputs of all passes
             would have to be kept.
-        sent_share: see `moves_less`.
+        ranks, sent_share: see `moves_less`.
     """
     if choice == "never" or micro_batches > 1:
         return {}

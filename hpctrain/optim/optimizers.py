@@ -141,7 +141,7 @@ class MomentumDescent:
         lr: float,
         rate: Callable[[Segment], float] = lambda _: 1.0,
     ) -> None:
-        """Update segments with their gradients times `scale`, weight decay `decay(segment)` and rate `lr * rate(segment)`.
+        """Update segments with gradients times `scale`, weight decay `decay(segment)` and learning rate `lr * rate(segment)`.
 
         The runs are reused while averagers pass the same sequence, which they never modify, with the same scale.
         """

@@ -402,7 +402,7 @@ def _top(logarithms: np.ndarray, top: int) -> np.ndarray:
 
 
 class WeightAverage:
-    """Averages of the parameters, which `EmaOptimizer` updates, and of the running statistics, identical on every rank.
+    """Averages of the parameters, which their owners keep in `EmaOptimizer`, and of the running statistics, equal on every rank.
 
     The statistics are averaged by the same rule as the weights, with one update per step, as in timm and torch
     (use_buffers=True). Frozen values have no separate average, because they do not change.

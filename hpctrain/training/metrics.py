@@ -222,7 +222,7 @@ def epoch_values(epoch: Mapping[str, Any], evaluation: Mapping[str, Any] | None)
 
 
 class Reporter:
-    """Base of reporters, which rank 0 calls with the events of a run. The default methods do nothing.
+    """Base of reporters, which receive the events of a run on rank 0, or on the rank of a log. The default methods do nothing.
 
     A constructor may accept the keywords `directory`, the directory of the run, and `done_steps`, the number of steps done by
     earlier parts of the run.

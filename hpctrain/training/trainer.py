@@ -84,7 +84,7 @@ class Outcome:
         evaluation: sums of the last evaluation; None if there was none.
         test: sums of the test at the end of training; None if there was none.
         evaluated_epochs: number of epochs trained before this evaluation.
-        stopped: whether training ended before its last epoch on request.
+        stopped: whether a request, a limit or `end_after` ended training before its last epoch.
         steps_reached: whether training ended because it reached the limit `Cadence.steps`.
     """
 

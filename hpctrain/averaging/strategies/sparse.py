@@ -154,7 +154,7 @@ class SparseOperations(OwnerOperations):
     """Operations of the ranks that own parts, including the exchange of the largest elements. Creation is collective.
 
     Args:
-        two: levels of the streams; None: every rank is a node.
+        two: levels of the streams' communicators; None: every rank is a node.
 
     Attributes:
         nodes: number of nodes that exchange elements.
@@ -353,7 +353,7 @@ class SparseAverager(ReduceScatterAverager):
     (`holders`); each rank holds its part of its node's gradients.
 
     Args:
-        two: levels of the streams; None: every rank is a node.
+        two: levels of the streams' communicators; None: every rank is a node.
     """
 
     pending = _RESIDUAL
