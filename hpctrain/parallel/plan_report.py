@@ -381,7 +381,7 @@ def _parameter_groups(
 
     Whole parameters are averaged over all ranks, split ones over the data group, whose ranks hold the same shard.
     """
-    shards = split_groups[0].shards  # the same in each
+    shards = split_groups[0].shards  # the same in each split group
     everywhere, split = [], []
     for rank in range(plan.rows):
         sizes = {name: held(shape, shards.get(name), rank) for name, shape in parameters.items()}

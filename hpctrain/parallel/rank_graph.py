@@ -66,8 +66,8 @@ class GridDistribution:
             kind = sharding.writes.kind
             for name in node.statistics.values():
                 # A step's sums weight batch statistics by samples. In a layer split by samples, each rank adds those of its
-                # samples. Split by channels, each rank has its channels of all samples of the group. Split by tiles, all ranks
-                # of the group hold the same merged statistics, so rank 0 adds them for the group.
+                # samples. In a layer split by channels, each rank has its channels of all samples of the group. In one split
+                # by tiles, all ranks of the group hold the same merged statistics, so rank 0 adds them for the group.
                 self._contributes[name] = (
                     kind is LayoutKind.SAMPLES,
                     kind is LayoutKind.CHANNELS or (kind is LayoutKind.TILES and rank == 0),

@@ -137,12 +137,12 @@ def _model_conv(spec: Conv2dSpec, x: Layout, output: Shape, context: SplitContex
         return OperatorSharding(
             (layout.everything(x.shape, context.ranks),), layout.channels(output, intervals), specs, intervals
         )
-    # Whole groups with the input channels that they read, so that only needed channels are gathered.
+    # A rank reads the input channels of its groups only, so that no other channels are gathered.
     inside, outside = spec.channels_in // spec.groups, spec.channels_out // spec.groups
     groups = even_intervals(spec.groups, context.ranks)
     reads = layout.channels(x.shape, [(start * inside, stop * inside) for start, stop in groups])
     intervals = tuple((start * outside, stop * outside) for start, stop in groups)
-    # Specs cannot be empty, so a rank without a group gets the spec of one group; `_local` replaces it.
+    # Specs cannot be empty, so a rank without a group has the spec of one group; `_local` replaces it.
     specs = tuple(
         replace(spec, channels_in=max(1, n) * inside, channels_out=max(1, n) * outside, groups=max(1, n))
         for n in (stop - start for start, stop in groups)

@@ -111,7 +111,7 @@ class ConfusionMatrix:
     def _score(self, label: int, predictions: int) -> ClassScore:
         counts = self.of_label(label)
         samples, hits = int(counts.sum()), int(counts[label])
-        counts[label] = counts[self.classes] = 0  # neither is another class
+        counts[label] = counts[self.classes] = 0  # a rival is another class, so neither this one nor NaN
         rival = int(counts.argmax())
         times = int(counts[rival])
         return ClassScore(label, samples, hits, predictions, rival if times else None, times)

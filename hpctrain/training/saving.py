@@ -420,7 +420,7 @@ def shards(
 
     def publish_all(facts: Sequence[ShardFacts]) -> None:
         prepare()
-        if not path.exists() or growing.exists():  # else it was published before, and only deleting old ones failed
+        if not path.exists() or growing.exists():  # else it was published, and only deleting older checkpoints failed
             publish(growing, path, facts, meta)
         written()
 

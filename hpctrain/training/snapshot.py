@@ -81,7 +81,7 @@ class Shards:
         if self._lengths is None:
             self._lengths = self._agree(self._holders)
         lengths = self._lengths[name]
-        # The split dim first, so that every rank's part is one block.
+        # The split dim comes first, so that every rank's part is one block.
         block = np.ascontiguousarray(np.moveaxis(part, shard.dim, 0))
         joined = np.empty((sum(lengths), *block.shape[1:]), block.dtype)
         unit = int(np.prod(block.shape[1:]))

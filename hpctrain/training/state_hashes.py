@@ -207,7 +207,7 @@ class StateHashes:
             # Statistics are in host memory already.
             values = piece.values if isinstance(piece.values, np.ndarray) else self._to_host(piece.values)
             sums[self._index[piece.key]] += self._hash.sum_of(values, piece.start, piece.position)
-        # Halves, so that no sum over ranks overflows int64.
+        # Sums are sent as halves, so that no sum over ranks overflows int64.
         halves = np.array([[total & _HALF, total >> _HALF_BITS & _HALF] for total in sums], np.int64)
         self._progress.wait_handle(self._comm.iallreduce(halves.reshape(-1)), "hashes")
         totals = ((int(low) + (int(high) << _HALF_BITS)) % MODULUS for low, high in halves)

@@ -290,7 +290,7 @@ class Trainer:
         position.skipped, position.skipped_in_a_row = self._state.skipped, self._state.skipped_in_a_row
         if exchanged and (saver := self._state.saver) is not None and saver.last_seconds:
             self._limit.wrote(saver.last_seconds)
-        # Read before a checkpoint of the same step is written: a run that resumes from it does not repeat the step.
+        # State is read before a checkpoint of the same step is written: a run that resumes from it does not repeat the step.
         readers = [observer for observer in self._observers if observer.reads_state(position.global_step)]
         if readers:
             self._notes.phase(RunPhase.READ_STATE)

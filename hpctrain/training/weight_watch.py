@@ -277,7 +277,7 @@ class WeightWatch:
             self._guards += optimizers[name].watch(averager.update_parts, parameters=rounded is None)
             self._guards += [] if rounded is None else rounded.guards
             alike = {} if averager.reads is not None else _parameters(group)
-            for segment in group.segments if type(averager).owned is GradientAverager.owned else ():  # all ranks update all
+            for segment in group.segments if type(averager).owned is GradientAverager.owned else ():  # every rank updates all
                 state = averager.optimizer.state(segment)
                 alike |= {f"the {key} of {segment.parameter}": view for key, view in state.items()}
             self._hold_alike(_kind(name), alike, group.arithmetic)
