@@ -40,7 +40,7 @@ class Bfloat16Codes:
         self._rounded, self._mask = np.empty(size, np.uint32), np.empty(size, np.bool_)
 
     def encode(self, values: np.ndarray, codes: np.ndarray) -> None:
-        """Write the codes (uint16) of `values` (float32), rounded to nearest even. Infinities are preserved, NaN is 0x7FFF."""
+        """Write the codes (uint16) of `values` (float32), rounded to nearest even. Infinities stay; NaN becomes 0x7FFF."""
         bits, rounded, mask = values.view(np.uint32), self._rounded[: values.size], self._mask[: values.size]
         np.right_shift(bits, 16, out=rounded)
         np.bitwise_and(rounded, 1, out=rounded)

@@ -38,7 +38,7 @@ class NormsNeeded(StrEnum):
 class Norms:
     """Squared norms of whole parameters, float64: of the data and of the gradient, complete over all owners.
 
-    `squares[i]` is (|w|^2, |g|^2) of `group.segments[i]`, and `index` contains i by the parameter's name.
+    `squares[i]` is (|w|^2, |g|^2) of `group.segments[i]`, and `index` maps the parameter's name to i.
     """
 
     def __init__(self, group: FlatGroup) -> None:

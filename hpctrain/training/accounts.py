@@ -62,7 +62,7 @@ class Observer:
         """Handle the end of an epoch, before its evaluation. `position` is that after the epoch."""
 
     def after_evaluation(self, position: Position, sums: RunningSums) -> None:
-        """Handle an evaluation at `position`, with the sums over all ranks."""
+        """Handle an evaluation at `position`, with the sums over all ranks. It is not called for the test at the end."""
 
     def finish(self, position: Position) -> None:
         """Handle the end of a training at `position`, after its last checkpoint was written, but not after an error."""

@@ -197,7 +197,7 @@ class EvaluationSums(RunningSums):
 
     @classmethod
     def of(cls, sums: RunningSums, averaged: RunningSums) -> EvaluationSums:
-        """Return the sums with the weights and with their average."""
+        """Return `sums`, extended by the sums with the averaged weights."""
         return cls(sums.loss, sums.top1, sums.top5, sums.count, averaged)
 
     def means(self) -> dict[str, float]:

@@ -336,7 +336,7 @@ class Saver:
         self._start((lambda: publish(results)) if self._world.rank == 0 else None)
 
     def _release(self, *, given_up: bool = False) -> None:
-        """Release the copies of tensors, because the next checkpoint needs as much memory. If `given_up`, discard its files."""
+        """Release the copied tensors, because the next checkpoint needs as much memory. If `given_up`, discard the files."""
         if given_up and self._writing is not None:
             self._writing.discard()
         self._writing = self._work = None

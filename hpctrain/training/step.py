@@ -93,7 +93,7 @@ class TracingHooks(StepHooks):
 
 
 class Sum(Protocol):
-    """Interface of the sum of one group's gradients over the parts of a step, the passes over some of its samples."""
+    """Interface of the sum of one group's gradients over the parts of a step, each with some of its samples."""
 
     def buffer_for(self, parameter: Parameter, part: int) -> Array:
         """Return the buffer for the gradient of one parameter over a part."""

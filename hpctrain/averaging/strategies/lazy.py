@@ -33,7 +33,8 @@ _NUMBERS = 3  # |f|^2, |G|^2 and |f - G|^2
 def next_interval(interval: int, steps: int, latest: float, total: float, difference: float, most: int) -> int:
     """Return the next interval, given the squared norms of one averaging.
 
-    If both conditions of the paper hold, it grows by one, up to `most`. If both fail, it shrinks by one, down to 1.
+    It grows by one, up to `most`, if |f - G|^2 + |f|^2 <= |G|^2 and steps |f|^2 <= |G|^2, as in the paper. If neither holds, it
+    shrinks by one, down to 1.
 
     Args:
         steps: number of gradients that were accumulated.
