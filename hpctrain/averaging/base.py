@@ -270,7 +270,7 @@ class GradientAverager(ABC):
         return {name: self.group.arithmetic.to_host(values) for name, values in state.items()}
 
     def state_names(self, parameter: Parameter) -> Collection[str]:
-        """Return the names of the states that `load_state` needs for a parameter. Collective if the state is sharded."""
+        """Return the names of the states that `load_state` needs. Override it if `full_state` is collective: this is not."""
         return tuple(self.full_state(parameter))
 
     def load_state(self, parameter: Parameter, state: Mapping[str, np.ndarray]) -> None:

@@ -13,7 +13,7 @@ never depends on timing. `OwnerOperations` defines what each operation posts and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
@@ -118,9 +118,7 @@ class OwnerOperations:
         self.sums: dict[int, Array] = {}
         self._own_grad: list[Array] = []  # by slice, the owned part of its gradient
         self._data: list[Array] = []  # by slice, its parameters
-        self._counts = [
-            piece.counts(self.comm.size) for piece in schedule.slices
-        ]  # computed once because every operation uses them
+        self._counts = [piece.counts(self.comm.size) for piece in schedule.slices]  # computed once; every operation uses them
         for k in range(len(schedule.slices)):
             self._add(k, batch)
         self.update_parts = [(*own, *replicated) for own, replicated in zip(self._own, self._replicated, strict=True)]
@@ -286,6 +284,12 @@ class OwnerOperations:
                 progress.wait_handle(handle, f"{key} of {name}")
         return whole
 
+    def state_names(self, name: str) -> Collection[str]:
+        """Return the names of the states in `full_state`. Not collective."""
+        segment = self.group.segment(name)
+        replicated = any(segment in segments for segments in self._replicated)
+        return tuple(self.owned_state(segment if replicated else segment.part(0, 0)))
+
     def gather_parameters(self, progress: ProgressEngine) -> None:
         """Gather the parameters of all slices from their owners, unrounded. Collective; nothing may be queued."""
         comm = self.comm
@@ -394,6 +398,7 @@ class ReduceScatterAverager(GradientAverager):
         self._clock = StepClock(self.progress)
         self._steps = self.step_number = 0
         self.step: ReduceScatterStep | None = None
+        self._events: Mapping[EventKind, Mapping[str, LocalEvent]] = {}  # of the current step
         self._previous: ReduceScatterStep | None = None
 
     # -- a step --------------------------------------------------------------------------------------------------------------
@@ -408,6 +413,7 @@ class ReduceScatterAverager(GradientAverager):
         if counts is not None:
             self._counts = list(counts) if self._order is None else [counts[rank] for rank in self._order]
         self._previous, self.step = self.step, self._new_step(lr)
+        self._events = self.step.events
         for operation, needs, text in self.posting:
             self._post(operation, needs, text, self.step)
 
@@ -463,18 +469,14 @@ class ReduceScatterAverager(GradientAverager):
         exchange = self.operations.exchange_of[weight]
         exchange.begin_step(self._counts)
         exchange.pack_inputs(x)
-        self._happens(EventKind.INPUTS, weight)
+        self._events[EventKind.INPUTS][weight].happen()
 
     def _take_errors(self, weight: str, dy: Array | None) -> None:
         for name in (weight, *self._exchanging[weight]):
             if self._clock.on:
                 self._clock.ready(name)
         self.operations.exchange_of[weight].pack_errors(dy)
-        self._happens(EventKind.GRADIENT, weight)
-
-    def _happens(self, kind: EventKind, name: str) -> None:
-        assert self.step is not None, "begin_step comes first"
-        self.step.events[kind][name].happen()
+        self._events[EventKind.GRADIENT][weight].happen()
 
     def grad_ready(self, parameter: Parameter) -> None:
         if not parameter.size:
@@ -482,19 +484,18 @@ class ReduceScatterAverager(GradientAverager):
         assert parameter.name not in self._weight_of, f"{parameter.name} exchanges inputs and errors instead of a gradient"
         if self._clock.on:
             self._clock.ready(parameter.name)
-        self._happens(EventKind.GRADIENT, parameter.name)
+        self._events[EventKind.GRADIENT][parameter.name].happen()
         self.progress.poll()
 
     def data_free(self, parameter: Parameter) -> None:
         if parameter.size:
             if self._clock.on:
                 self._clock.free(parameter.name)
-            self._happens(EventKind.LAST_READ, parameter.name)
+            self._events[EventKind.LAST_READ][parameter.name].happen()
 
     def end_backward(self) -> None:
         """Announce the parameters that this step did not use; the current values of their gradients are averaged."""
-        assert self.step is not None, "begin_step comes first"
-        events = self.step.events
+        events = self._events
         for name in [name for name, event in events[EventKind.INPUTS].items() if not event.done]:
             self._wait_gathered(name)
             self._take_inputs(name, None)
@@ -550,6 +551,9 @@ class ReduceScatterAverager(GradientAverager):
     def full_state(self, parameter: Parameter) -> dict[str, np.ndarray]:
         """Return the optimiser's state of one whole parameter, gathered from its owners. Collective; call it after `drain`."""
         return self.operations.full_state(parameter.name, self.progress)
+
+    def state_names(self, parameter: Parameter) -> Collection[str]:
+        return self.operations.state_names(parameter.name)
 
 
 def _posting(schedule: CollectiveSchedule) -> list[tuple[Operation, Dependencies, str]]:

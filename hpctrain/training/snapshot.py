@@ -254,7 +254,7 @@ def put(
 ) -> Position:
     """Restore a snapshot taken on any grid and with any plan, and return its position.
 
-    If the snapshot has no average of weights, the average is initialised with the snapshot's weights.
+    If the snapshot has no average of weights, the average is initialised with the snapshot's weights. Not collective.
 
     Raises:
         CheckpointError: a tensor is missing, has another shape or dtype, or is not part of this replica's state.

@@ -197,6 +197,19 @@ def _held(content: CheckpointContent) -> dict[str, np.ndarray]:
     return {key: values for key, values in content.tensors.items() if key.startswith("optimizer/lazy_gradient/")}
 
 
+@pytest.mark.parametrize("strategy", [STRATEGIES["sharded"], _lazy(), partial(Sparse, options=SparseOptions(two_level=False))])
+def test_a_rank_loads_alone(strategy: StrategyFactory) -> None:
+    """Another one that cannot read its part reports it, instead of leaving this one waiting."""
+    content = alone(nets.plain())
+
+    def load_on_one(comm: ThreadCommunicator) -> None:
+        trained = replica(comm, nets.plain(), ParallelPlan(cols=2), strategy)
+        assert comm.rank or trained.load(content) == POSITION
+        comm.allgather_object(None)
+
+    run_virtual(2, load_on_one)
+
+
 @pytest.mark.sample(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(("net", "rows", "cols", "default"), [("plain", 1, 2, _B), ("plain", 2, 2, _M), ("narrow", 3, 1, _M)])

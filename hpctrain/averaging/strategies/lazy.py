@@ -306,6 +306,9 @@ class LazyAverager(ReduceScatterAverager):
             state[_ADDED] = by_rank
         return state
 
+    def state_names(self, parameter: Parameter) -> Collection[str]:
+        return (*super().state_names(parameter), *((_ADDED,) if parameter.name in self._lazy else ()))
+
     def load_state(self, parameter: Parameter, state: Mapping[str, np.ndarray]) -> None:
         super().load_state(parameter, state)
         if parameter.name in self._lazy:

@@ -25,14 +25,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 
 from hpctrain.averaging import slicing
-from hpctrain.averaging.base import (
-    Agreement,
-    AveragerSetup,
-    GradientAverager,
-    PlannedGroup,
-    StrategyCosts,
-    check_at_least_one,
-)
+from hpctrain.averaging.base import Agreement, AveragerSetup, GradientAverager, PlannedGroup, StrategyCosts, check_at_least_one
 from hpctrain.averaging.collective_schedule import CollectiveSchedule, Operation, OperationKind, Stream
 from hpctrain.averaging.link_simulation import Times
 from hpctrain.averaging.reduce_scatter import OwnerOperations, ReduceScatterAverager, StepUpdate
@@ -572,10 +565,6 @@ class Sparse(ReduceScatterStrategy):
     def averager(self, setup: AveragerSetup, agreement: Agreement) -> GradientAverager:
         options = self.options
         settings = SparseSettings(
-            options.density,
-            options.warmup_density,
-            options.warmup_steps,
-            options.momentum_correction,
-            options.factor_masking,
+            options.density, options.warmup_density, options.warmup_steps, options.momentum_correction, options.factor_masking
         )
         return SparseAverager(setup, agreement, settings=settings, two=self.levels, **self.averager_arguments(agreement))
