@@ -349,16 +349,9 @@ class Replica:
             self._guard = StepGuard(averagers, self.groups.messages, self.progress, self._step.finiteness, self.watch)
 
     def _training_step(self) -> TrainingStep:
-        passes, counts_of, checks = self.passes, self.groups.counts_of, not self._skips
+        passes, counts_of, check = self.passes, self.groups.counts_of, not self._skips
         return TrainingStep(
-            self.network,
-            self.averagers,
-            self.progress,
-            self._reduction,
-            passes,
-            counts_of,
-            watch=self.watch,
-            checks_finite=checks,
+            self.network, self.averagers, self.progress, self._reduction, passes, counts_of, watch=self.watch, checks_finite=check
         )
 
     @property

@@ -169,6 +169,11 @@ class Saver:
         """Number of ranks."""
         return self._world.size
 
+    @property
+    def skipped(self) -> bool:
+        """Whether the latest checkpoint was skipped, because the one before it was still being written."""
+        return self._missing is not None
+
     def ready(self, step: int) -> bool:
         """Wait for the previous checkpoint, and return whether a checkpoint of `step` can begin.
 

@@ -303,7 +303,7 @@ class Trainer:
         return whole and not (exchanged or readers or saved)
 
     def _save_in_epoch(self, position: Position) -> bool:
-        """Write a checkpoint if one is due after this step. Return whether one was written."""
+        """Write a checkpoint if one is due after this step. Return whether one was (see `_save_once`)."""
         every = self._cadence.checkpoint_steps
         if not (self._enough or (every and position.global_step % every == 0)):
             return False
@@ -402,7 +402,7 @@ class Trainer:
         return position.epoch >= self._cadence.epochs or stops
 
     def _save_once(self, position: Position) -> bool:
-        """Write a checkpoint at a position unless one exists already. Return whether one was written."""
+        """Write a checkpoint at a position unless one exists already. Return whether one was written, begun or skipped."""
         if self._saved_step == position.global_step:
             return False
         begin_ns = self._trace.clock_ns() if self._trace is not None else 0
@@ -412,7 +412,8 @@ class Trainer:
         with self._limit.saving(whole=saver is None or not saver.asynchronous):
             self._save(position)
         self._saved_step = position.global_step
-        self._state.keeps(position.global_step)
+        if saver is None or not saver.skipped:
+            self._state.keeps(position.global_step)
         self._rate.restart()
         if self._trace is not None:
             self._trace.add(Category.WORK, "checkpoint", begin_ns, self._trace.clock_ns())

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import numpy as np
@@ -20,10 +21,13 @@ from hpctrain.averaging.strategies.sparse import Sparse
 from hpctrain.backend.cuda.device import Precision
 from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
 from hpctrain.core.errors import CorruptedStateError, DivergedError
+from hpctrain.flight.recorder import FlightNotes
 from hpctrain.nn.network import MODEL
 from hpctrain.optim.optimizers import Lars, Sgd
 from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
+from hpctrain.training.metrics import Reporter
 from hpctrain.training.replica import Replica
+from hpctrain.training.saving import Saver, Writing
 from hpctrain.training.snapshot import Position
 from hpctrain.training.trainer import Cadence
 from hpctrain.training.weight_watch import CheckCadence
@@ -305,6 +309,27 @@ def test_nothing_is_kept_that_was_damaged(strategy: str, flip: Flip) -> None:
     assert kept[-1] in (FLIPPED_STEP, FLIPPED_STEP + 1)
     assert text.endswith(f"resume from the checkpoint of step {kept[-1]}.")
     assert "conv2.weight" in text
+
+
+def test_a_skipped_checkpoint_is_not_the_one_to_resume_from() -> None:
+    """The one of step 1 is still being written, so all later ones are skipped."""
+    kind, options = ALL_STRATEGIES["blocking"]
+    written = Event()
+
+    def program(comm: ThreadCommunicator) -> int | None:
+        replica = replica_of(TASK, comm, virtual_engine(comm), kind, **options)
+        saver = Saver(comm, FlightNotes(None), Reporter(), asynchronous=True, deadline_seconds=0.0)
+        replica.loop.writes_with(saver)
+
+        def save(position: Position) -> None:
+            if saver.ready(position.global_step):
+                saver.begin(Writing(position.global_step, Path("c"), lambda: written.wait(60)))
+
+        trainer_of(TASK, replica, lambda number, batch: batch, save, Cadence(epochs=1, checkpoint_steps=1)).run(Position())
+        written.set()
+        return replica.loop.kept_step
+
+    assert run_virtual(1, program) == [1]
 
 
 # -- jobs ----------------------------------------------------------------------------------------------------------------------
