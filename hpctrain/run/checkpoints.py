@@ -449,7 +449,7 @@ class Rollback:
                 f"{error} The run has gone back to step {self._step} {self._most} times, each time with another order of "
                 f"samples, without reaching its next checkpoint; follow the advice above, or raise on_nonfinite.most.",
                 ranks=error.ranks,
-            )
+            ).of_all_ranks()
         raise_on_all_ranks(self._session.world, partial(self._setup.replica.load, start.content))
         number = 1 + max((change.number for change in (*position.reorderings, *target.reorderings)), default=0)
         target = replace(target, reorderings=(*target.reorderings, Reordering(target.epoch, target.samples, number)))

@@ -107,7 +107,7 @@ class LoopState:
             Whether ranks exchanged the states of a checkpoint.
 
         Raises:
-            DivergedError: more than `most_skips` consecutive steps were skipped.
+            DivergedError: more than `most_skips` consecutive steps were skipped; raised on every rank.
         """
         self._count(cause, lr)
         exchanges = self.saver is not None and self._status >= self.saver.size
@@ -147,7 +147,7 @@ class LoopState:
                 f"{cause.step}, {cause}; lower optimizer.lr ({lr:g} in that step), check for damaged samples, or raise "
                 "on_nonfinite.most.",
                 ranks=cause.blamed,
-            )
+            ).of_all_ranks()
 
 
 def usable(optimizer: Optimizer, network: Network) -> Optimizer:

@@ -278,11 +278,11 @@ class Saver:
             self._warn(writing.step, f"{failed[0].failure} The run ends without the checkpoint of step {writing.step}.")
             return
         if failed:
-            raise CheckpointError(failed[0].failure or "")
+            raise CheckpointError(failed[0].failure or "").of_all_ranks()
         raise CheckpointError(
             f"The checkpoint {writing.path} was not written within the deadline of {self._deadline_seconds:g} s at the end of "
             f"the run{on_ranks(busy, self._world.size)}; check the disk, and resume from the previous checkpoint."
-        )
+        ).of_all_ranks()
 
     def _start(self, work: Callable[[], Any] | None) -> None:
         self._work, self._reported, self._pause_seconds = work, None, 0.0
@@ -452,4 +452,4 @@ def _require(missing: str | None) -> None:
         missing: beginning of the message; None: it was not skipped.
     """
     if missing is not None:
-        raise CheckpointError(f"{missing}; check the disk, and resume from the previous checkpoint.")
+        raise CheckpointError(f"{missing}; check the disk, and resume from the previous checkpoint.").of_all_ranks()

@@ -334,7 +334,7 @@ def _train_case(comm: ThreadCommunicator, case: Case) -> Kept:
     try:
         trainer.run(position)
     except DivergedError as error:
-        kept.error = str(error)
+        kept.error = str(error) if error.reported_by == 0 else f"not known to be raised alike: {error}"
     return kept
 
 

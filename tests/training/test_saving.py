@@ -186,8 +186,9 @@ def test_a_disk_that_hangs_is_reported_once_leaves_checkpoints_out_and_is_given_
         begin = time.monotonic()
         assert not saver.ready(6)
         assert time.monotonic() - begin < 5
-        with pytest.raises(CheckpointError, match=r"deadline of 0.3 s at the end of the run \(on rank 1 of 3\)"):
+        with pytest.raises(CheckpointError, match=r"deadline of 0.3 s at the end of the run \(on rank 1 of 3\)") as caught:
             saver.finish()
+        assert caught.value.reported_by == 0
         return reporter.lines
 
     for lines in on_each(work):
@@ -205,8 +206,9 @@ def test_a_last_checkpoint_that_was_left_out_is_an_error_too() -> None:
         assert not saver.ready(6)
         comm.allgather_object(None)
         release.set()
-        with pytest.raises(CheckpointError, match=r"checkpoint of step 6 was skipped, because .* was still"):
+        with pytest.raises(CheckpointError, match=r"checkpoint of step 6 was skipped, because .* was still") as caught:
             saver.finish()
+        assert caught.value.reported_by == 0
 
     on_each(work)
 
