@@ -82,8 +82,8 @@ class EventFile:
     """Growing file of events in a directory; after each disk error, writing continues in a new file.
 
     tensorboardX's own writer has a thread that ends at the first disk error. Its queue then fills up, and the training would wait
-    for it forever. Therefore this class writes the events itself. After an error, it writes all events that may not have reached
-    the disk to a new file.
+    for it forever. Therefore this class writes the events itself. After an error, it writes the events that may not have reached
+    the disk, at most the latest 100,000, to a new file.
 
     Args:
         directory: directory of the file, created with the first file.
