@@ -156,7 +156,7 @@ class ReduceScatterStrategy(Strategy):
         return f"{words}; {fingerprint(self.group.layout, self.exchanging)}{nodes}"
 
     def accepts(self, stored: CollectiveSchedule | None) -> bool:
-        """Return whether a stored schedule fits and contains exactly the norms that the optimiser needs.
+        """Return whether a stored schedule fits, with norms if and only if the optimiser needs them.
 
         The optimiser's options, on which norms depend, are not part of the request and may have changed.
         """

@@ -309,7 +309,7 @@ class Replica:
     def agree(self, stored: Mapping[str, CollectiveSchedule] | None = None, transport: Transport = "staged") -> None:
         """Create the averagers, and agree on the operations that each posts in a step.
 
-        Collective. Call it once, before any other collective method.
+        Collective. Call it once, before any other collective method except `evaluate`.
 
         Args:
             stored: schedules of an earlier run, by parameter group; used if they fit.
