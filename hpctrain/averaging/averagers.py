@@ -33,7 +33,7 @@ AVERAGERS: Registry[Strategy] = Registry("hpctrain.averaging.strategies", "avera
 class AveragerChoice:
     """Averager, built-in or user-defined, and its options, as in a configuration.
 
-    Each member raises a ConfigError if the name is unknown or an option is invalid.
+    Its properties and methods raise a ConfigError if the name is unknown or an option is invalid.
     """
 
     name: str = "sharded"

@@ -63,7 +63,7 @@ class LoopState:
         cause: cause of the latest skipped step; None if none was skipped.
         stop_requested: whether some rank was asked to stop; all ranks read this after the same step.
         saver: the saver; None: there is none.
-        kept_step: step of the newest checkpoint, for messages; None: there is none.
+        kept_step: step of the newest checkpoint that was written or begun, for messages; None: there is none.
     """
 
     def __init__(
