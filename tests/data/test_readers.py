@@ -17,8 +17,9 @@ from hpctrain.data.decoding import EncodedReader
 from hpctrain.data.image_file import ImageFile, digest_of
 from hpctrain.data.loader import Loader
 from hpctrain.data.pipeline import Pipeline
-from hpctrain.data.readers import PAUSES_SECONDS, BlockReader, Extents, ReadPolicy, UnreadableError, pauses_within, reason
+from hpctrain.data.readers import PAUSES_SECONDS, BlockReader, Extents, ReadPolicy, UnreadableError, pauses_within
 from hpctrain.data.sampler import Sampler
+from hpctrain.storage.hdf5_store import system_reason
 from tests.support.data_files import cached
 from tests.support.sampling import amount
 
@@ -400,13 +401,13 @@ def test_pauses_leave_a_deadline_most_of_its_time(deadline, count):
 def test_hdf5_errors_are_the_systems_words():
     text = "Can't synchronously read data (file read failed: time = Thu, filename = 'a.h5', file descriptor = 5, errno = 5, "
     text += "error message = 'Input/output error', buf = 0x7f, total read size = 8, offset = 800)"
-    assert reason(OSError(text)) == "Input/output error"
-    assert reason(OSError(errno.EIO, "Input/output error")) == "Input/output error"
+    assert system_reason(OSError(text)) == "Input/output error"
+    assert system_reason(OSError(errno.EIO, "Input/output error")) == "Input/output error"
 
 
 def test_other_errors_have_no_words_of_the_system(tmp_path):
-    assert reason(KeyError("images")) is None
+    assert system_reason(KeyError("images")) is None
     (tmp_path / "a.h5").write_bytes(b"no HDF5 file")
     with pytest.raises(OSError, match="signature") as caught:
         h5py.File(tmp_path / "a.h5", "r")
-    assert reason(caught.value) is None
+    assert system_reason(caught.value) is None
