@@ -260,9 +260,9 @@ _SENSOR_BITS = (8, 10, 12, 14)
 
 
 def range_up_to(most: float) -> ValueRange | None:
-    """Return the range 0 to 2^bits - 1 of the fewest bits that hold the largest value; None if these are 16 bits.
+    """Return the range 0 to 2^bits - 1 of the fewest bits that hold the largest value `most`; None if these are more than 14.
 
-    The numbers of bits are those of sensors, so that all parts of a data set have the same range.
+    Only 8, 10, 12 and 14 bits are considered, so that the parts of a data set usually have the same range.
     """
     bits = next((bits for bits in _SENSOR_BITS if most < 1 << bits), None)
     return None if bits is None else (0.0, float((1 << bits) - 1))
@@ -271,7 +271,7 @@ def range_up_to(most: float) -> ValueRange | None:
 def measured_range(
     read: Callable[[Item], Path | bytes], items: Iterable[Item], threads: int, max_pixels: int | None = None
 ) -> ValueRange | None:
-    """Return the range of the values of pictures that declare 16 bits per value, if all use fewer; None otherwise.
+    """Return the range of the values of pictures that declare 16 bits per value, if all use at most 14; None otherwise.
 
     Raises:
         DataError: there are such pictures, but also some of floating-point numbers or wider integers.

@@ -186,7 +186,7 @@ def rank_memory(
     passes: Passes,
     rank: int,
 ) -> RankMemory:
-    """Return the memory of a rank.
+    """Return the memory of a rank that computes `samples` samples per step.
 
     Args:
         graphs: graph of each micro-batch or shard; those of different passes share one arena.
@@ -225,7 +225,7 @@ def _owned(schedule: CollectiveSchedule, sizes: Mapping[str, int]) -> int:
 
 
 def _arriving(schedule: CollectiveSchedule, batch: int, samples: int) -> int:
-    """Return the number of elements of the buffers for averaging.
+    """Return the number of elements of the averaging buffers of a rank with `samples` of a step's `batch` samples.
 
     The buffers hold the sums of owned parts, exchanged inputs and errors, selected elements, and the residuals or unrounded
     parameters of the owners.
