@@ -54,7 +54,7 @@ class WriteGuard:
         self._fetch = self._sums.fetch_changed()
 
     def read(self) -> None:
-        """Update `changed`: on the host from all comparisons, on a device from those before the last `fetch`, which may wait."""
+        """Update `changed`: on the host from all comparisons, on a device from those before the last `fetch`. May wait."""
         if self._on_host:
             self.fetch()
         if self._fetch is not None and not self.changed:

@@ -480,9 +480,7 @@ def evaluated_with(
     confusion: ConfusionCounts | None,
     advance: Callable[[int], None],
 ) -> RunningSums:
-    """Return the sums of an evaluation. Collective.
-
-    With an average of the weights, make a second pass with it and return `EvaluationSums`.
+    """Return the sums of an evaluation; with an average of the weights, `EvaluationSums` after a second pass. Collective.
 
     Args:
         evaluate: function that makes one pass, with the keywords `confusion` and `advance`.

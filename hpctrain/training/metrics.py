@@ -291,6 +291,6 @@ class Rate:
         self._count += count
 
     def per_second(self) -> float:
-        """Return images per second since `restart`."""
+        """Return images per second since `restart`; 0 if no time has passed."""
         elapsed = self._clock() - self._begin
         return self._count / elapsed if elapsed > 0 else 0.0

@@ -216,6 +216,7 @@ class Replica:
 
     Args:
         network: this rank's part of the model (see `rank_graph.make_network`).
+        groups: communicators of this rank on the grid.
         progress: progress engine of the process; if it has a tracer, steps are recorded.
         strategy: factory of the averaging strategy of each parameter group; None: the replica only evaluates.
         optimizer: factory of an unbound optimiser.

@@ -303,7 +303,7 @@ class Trainer:
         return whole and not (exchanged or readers or saved)
 
     def _save_in_epoch(self, position: Position) -> bool:
-        """Write a checkpoint if one is due after this step. Return whether one was (see `_save_once`)."""
+        """Write a checkpoint if one is due after this step. Return the result of `_save_once`; False if none is due."""
         every = self._cadence.checkpoint_steps
         if not (self._enough or (every and position.global_step % every == 0)):
             return False
