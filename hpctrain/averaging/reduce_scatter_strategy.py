@@ -232,16 +232,16 @@ def operations_in_order(
 ) -> tuple[Operation, ...]:
     """Return the operations of a step, reductions and gathers, in posting order.
 
-    All-to-alls of inputs come first, in the order of forward. The other operations follow in the order of `sent`, with norms, if
-    they are needed, between reductions and gathers.
+    All-to-alls of inputs come first, in the order of forward. The other operations follow in the order of `sent`, with norms of
+    groups after their last reduction. Norms of all parameters come after all reductions and before all gathers, front layers
+    first.
 
     Args:
         sent: pairs (slice, whether this is its gather) in order.
         gathers: stream of the gathers. All other operations are on the stream of gradients, except norms of some slices, which
             have a separate stream.
-        norms: slice index of each norms operation, ascending. `ALL_SLICES`: norms of all parameters, after the last reduction.
-            Otherwise every gather in `sent` must come after the last reduction of all slices whose norms travel with those of its
-            own slice.
+        norms: slice index of each norms operation, ascending; empty: no norms. `ALL_SLICES`: norms of all parameters. Otherwise a
+            gather in `sent` must come after the last reduction of all slices whose norms travel with those of its own slice.
     """
     first = [layer_slices(slices, k)[0] == k for k in range(len(slices))]
     exchanged = (k for k, piece in enumerate(slices) if piece.sufficient_factors and first[k])

@@ -120,7 +120,7 @@ class Optimizer(Checked):
 
     @abstractmethod
     def bind(self, group: FlatGroup, owned: Sequence[Segment]) -> None:
-        """Allocate the state of the owned segments, set to zero."""
+        """Allocate the initial state of the owned segments."""
 
     def begin_step(self, left_out: Collection[str] = ()) -> None:
         """Begin a step that updates all parameters of the group except `left_out`. Updates of earlier steps may be pending."""
