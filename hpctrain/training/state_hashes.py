@@ -163,8 +163,8 @@ class StateHashes:
     """Hashes of a replica's parameters, running statistics and optimiser state, and of their averages.
 
     Keys and hashes are those of the tensors in a checkpoint (`hash_of`). Gradients that `lazy` and `sparse` keep back are
-    excluded, because they differ between ranks. Counters are excluded, because they follow from the number of steps. Creation and
-    `take` are collective.
+    excluded, because they differ between ranks. Counters of updates and of the interval of `lazy` are excluded as well. Creation
+    and `take` are collective.
 
     Args:
         replica: replica whose averagers have agreed.
