@@ -107,7 +107,7 @@ class Checksums:
     Attributes:
         names: names of the arrays, the same on each of the ranks.
         digests: checksum of each array, uint32.
-        owned: for each array, whether only this rank updates it; of two ranks that differ, the owner is right.
+        owned: for each array, whether this rank updates it; of two ranks that differ, the one that alone updates it is right.
     """
 
     names: Sequence[str]
