@@ -30,7 +30,7 @@ class PartitionStep:
 
     Attributes:
         inputs, output: tensor numbers of the partitioned graph.
-        node, use, sharding: node, use and sharding of the layer; None for a move or a sum.
+        node, use, sharding: node, use and sharding of the layer; None for a move. A sum has only the use of its layer.
         move: (source, target) of a move; for a sum: source and target of the move whose adjoint is the sum.
         summed: whether the step is a sum.
         input_first: see `Node`.
