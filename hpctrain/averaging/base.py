@@ -78,7 +78,7 @@ class AveragerSetup:
         group: the parameters on this rank.
         optimizer: an unbound optimiser. The averager binds it to the segments that this rank updates, and owns it.
         comm: communicator of the ranks that hold these parameters.
-        norms: norms over all groups if the network has several; None if this group has all parameters.
+        norms: norms over all groups; None if this group has all parameters of the network, or no group needs norms.
         shared: state shared by the strategy's averagers of all groups (`Strategy.shared`).
         transport: transport of arrays on a device; unused for arrays on the host.
         gradients: gradients of this rank's shards, which are summed in the order of the shards; None: the rank has one gradient.

@@ -91,7 +91,7 @@ class OwnerOperations:
         update_parts: segments that this rank updates, by slice.
         reads: sums of the parameters that a step reads; a part has the parameters of one slice. None: not watched.
         exchange_of: exchange of sufficient factors by weight.
-        rounded: exact values and rounding errors that this rank owns, if parameters travel in 16 bits; otherwise None.
+        rounded: exact values and rounding errors that this rank owns; None if no parameters travel in 16 bits.
         comm: communicator of the ranks that own parts.
         sums: sum of the owned part as written by the last reduce-scatter, by slice; only slices with a reduce-scatter over
             several ranks.

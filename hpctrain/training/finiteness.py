@@ -133,7 +133,7 @@ class Finiteness:
         rank: rank of this process in the world, for messages.
 
     Attributes:
-        finding: first non-finite values that this rank has found; None if all were finite.
+        finding: first non-finite values that this rank has found; None if there are none, or `cause` or `forget` was called.
     """
 
     def __init__(self, network: Network, averagers: Mapping[str, GradientAverager], rank: int) -> None:

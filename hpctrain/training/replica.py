@@ -238,9 +238,9 @@ class Replica:
         settings: settings of the optimisers before they were bound.
         distribution: this rank's part of the model if ranks share samples; None otherwise.
         tiles: tiles of the images that this rank reads if ranks share samples; None: it reads whole images.
-        average: average of the weights; None without `ema`.
+        average: average of the weights; None without `ema` and before `agree`.
         global_step, lr: number of steps done, and learning rate of the last one.
-        watch: comparison of values between ranks; None without checks.
+        watch: comparison of values between ranks; None without checks and before `agree`.
 
     Raises:
         ConfigError: a strategy does not support the configuration.

@@ -160,8 +160,8 @@ class Position:
         skipped: total number of steps that changed nothing.
         skipped_in_a_row: number of consecutive steps, up to the latest, that changed nothing.
         reorderings: positions at which the run went back and changed the sample order (see `Sampler`).
-        stagnation: state of early stopping; None without it.
-        plateau: state of a learning rate that evaluations reduce; None without it.
+        stagnation: state of early stopping; None without it and before the first evaluation.
+        plateau: state of a learning rate that evaluations reduce; None without it and before the first evaluation.
     """
 
     epoch: int = 0
