@@ -68,8 +68,8 @@ def size_faults(recipe: Recipe) -> Iterator[Fault]:
         try:
             recipe.lowering.graph(1, (step.size, step.size, channels))
         except ShapeError as error:
-            rule = f"is {step.size}, which the model {config.model.name} does not support: {error}"
-            yield Fault(("data", "sizes", number, "size"), rule.removesuffix("."))
+            rule = f"is {step.size}, which the model {config.model.name} does not support ({str(error).removesuffix('.')})"
+            yield Fault(("data", "sizes", number, "size"), rule)
 
 
 def check_image_shapes(network: Network, shapes: Iterable[ImageShape]) -> None:

@@ -57,7 +57,7 @@ class Taps:
     Attributes:
         interpolated: whether the dimension is interpolated; otherwise it is filtered.
         first: (n,) int64: index of the first stored pixel of each output pixel.
-        weights: (n, k) int64: weights of the first stored pixel and its successors.
+        weights: (n, k) int64: weights of the first pixel and its successors, in 2**-INTERPOLATION_BITS or 2**-FILTER_BITS.
     """
 
     interpolated: bool

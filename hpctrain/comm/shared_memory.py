@@ -95,7 +95,7 @@ def shared_descriptor(node: Communicator, descriptor: int, denied: str = "") -> 
 
 
 def _create(size_bytes: int) -> int:
-    """Create a file without a name, and return its descriptor."""
+    """Create a file of zeros in memory that has no path, and return its descriptor."""
     if not hasattr(os, "memfd_create"):
         raise OSError("this system does not support memory files")
     descriptor = os.memfd_create("hpctrain-samples", os.MFD_CLOEXEC)

@@ -175,7 +175,7 @@ def load(path: str | Path, overrides: Sequence[str] = (), refusal: Refusal | Non
         raise ConfigError(_directory_message(Path(path))) from None
     except OSError as error:
         advice = "; give the path of a YAML file" if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.EINVAL) else ""
-        raise ConfigError(f"{path}: Cannot read the configuration: {error.strerror}{advice}.") from None
+        raise ConfigError(f"The configuration {path} cannot be read ({error.strerror}){advice}.") from None
     user_code.search_next_to(Path(path))
     return parse(text, str(path), overrides, refusal)
 

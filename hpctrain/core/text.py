@@ -372,7 +372,7 @@ def choices(name: str, names: Iterable[str]) -> str:
     few = len(quoted) <= _MOST_LISTED
     near = nearest(name, quoted)
     if near is None:
-        return f"there are {listed}" if few else f"there are {len(quoted)}, such as {next(iter(quoted.values()))}"
+        return f"there are {listed}" if few else f"there are {len(quoted)} names, such as {next(iter(quoted.values()))}"
     return f"the nearest is {quoted[near]} (of {listed})" if few else f"the nearest is {quoted[near]}"
 
 

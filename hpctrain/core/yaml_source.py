@@ -46,7 +46,7 @@ class Source:
         return self.label
 
     def error(self, path: KeyPath, sentence: str) -> ConfigError:
-        """Return an error about one value, which begins with its position."""
+        """Return an error about one value. Its message begins with the position of the value."""
         return ConfigError(f"{self.locate(path)}: {sentence}")
 
 

@@ -470,7 +470,7 @@ def as_samples(images: Any, labels: Any, classes: int, dtype: np.dtype | str) ->
         raise DataError(f"labels has dtype {numbers.dtype}, but must be integers from 0 to {classes - 1}; give class numbers.")
     count = pixels.shape[0] if pixels.ndim else 0
     if pixels.ndim != 4 or numbers.shape != (count,) or not count:
-        raise _no_samples(pixels, numbers, max(1, count))
+        raise _no_samples(pixels, numbers, "the same N of at least 1")
     outside = np.flatnonzero((numbers < 0) | (numbers >= classes))
     if outside.size:
         raise DataError(
@@ -496,10 +496,9 @@ def _array(name: str, values: Any) -> np.ndarray:
         raise DataError(f"{name} cannot be converted to an array ({reason}); give a NumPy array.") from error
 
 
-def _no_samples(images: np.ndarray, labels: np.ndarray, count: int) -> ShapeError:
+def _no_samples(images: np.ndarray, labels: np.ndarray, rule: str) -> ShapeError:
     return ShapeError(
-        f"Images of shape {images.shape} and labels of shape {labels.shape} are not {count} samples; "
-        f"give images (N, H, W, C) and labels (N,) with N = {count}."
+        f"images has shape {images.shape} and labels has {labels.shape}, but they must be (N, H, W, C) and (N,) with {rule}."
     )
 
 
@@ -541,7 +540,7 @@ class ArrayLoader(_Batches):
         class_weights: Sequence[float] = (),
     ) -> None:
         if images.ndim != 4 or labels.shape != images.shape[:1] or len(images) != sampler.samples:
-            raise _no_samples(images, labels, sampler.samples)
+            raise _no_samples(images, labels, f"N = {sampler.samples}")
         super().__init__(sampler, rank, ranks, split_size, tiles, shards, mixing, class_weights)
         self._images, self._labels = images, labels.astype(np.int64, casting="same_kind")
         height, width, channels = images.shape[1:]

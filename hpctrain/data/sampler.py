@@ -199,7 +199,7 @@ class Mix:
     box: Box | None = None
 
     def apply(self, images: np.ndarray, partners: np.ndarray, region: Box) -> None:
-        """Mix `partners` into `images` in place; both hold `region` of each image, (N, h, w, C). `partners` is overwritten."""
+        """Mix `partners` into `images` in place; both hold `region` of each image, (N, h, w, C). Mixup overwrites `partners`."""
         if self.box is None:
             images *= images.dtype.type(self.weight)
             partners *= images.dtype.type(1.0 - self.weight)

@@ -464,7 +464,7 @@ def find_records(directory: Path, *, operations: bool = True) -> FoundRecords:
         raise DataError(f"There is no directory {directory.absolute()}; give the directory of a run.") from error
     except (OSError, ValueError) as error:  # ValueError: the path has a null byte
         advice = "grant read permission" if isinstance(error, PermissionError) else "give the directory of a run"
-        raise DataError(f"Cannot read {str(directory)!r} ({getattr(error, 'strerror', None) or error}); {advice}.") from error
+        raise DataError(f"{str(directory)!r} cannot be read ({getattr(error, 'strerror', None) or error}); {advice}.") from error
     records, damaged = [], []
     ours = [(int(match[1]), directory / name) for name in names if (match := _NAME.fullmatch(name))]
     for rank, path in ours:

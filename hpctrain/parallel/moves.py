@@ -526,7 +526,7 @@ class NothingSpec(_CopiesOnly):
 
 
 class NothingOperator(AnyArrays, Operator):
-    """Operator without work. Its parameters on this rank are empty as well."""
+    """Operator of `NothingSpec`. Its output and parameters are empty; the backward pass sets the gradients of its inputs to 0."""
 
     def __init__(self, spec: NothingSpec, inputs: tuple[TensorSpec, ...]) -> None:
         self.inputs, self.output = inputs, spec.output(*inputs)

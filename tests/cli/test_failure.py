@@ -34,7 +34,7 @@ _PATHS = {"CONFIG": CONFIG, "CONFIGS": str(Path(CONFIG).parent)}
 
 #: command: arguments with which it must fail by the user's fault => words that the sentence must have
 _MISTAKE_LINES = """
-train: nowhere.yaml => nowhere.yaml: Cannot read the configuration
+train: nowhere.yaml => The configuration nowhere.yaml cannot be read
 train: train.py => train.py is a Python program, but a configuration must be a YAML file; run the program with `hpctrain script
 train: CONFIG => There is no data file data/fashion-mnist/train.h5
 train: CONFIG grid.rows=2 data.train=good.h5 data.test= => to keep this grid, start the program with `mpiexec -n 2`.
@@ -52,7 +52,7 @@ train: run => run is the directory of a run, but a configuration must be a YAML 
 eval: run => run is the directory of a run, but a configuration must be a YAML file; write run/config.yaml, with --checkpoint run
 config check: CONFIGS => /configs is a directory, but a configuration must be a YAML file; name one of its files, such as
 submit: CONFIGS --site local => configs/quickstart.yaml.
-eval: nowhere.yaml => nowhere.yaml: Cannot read the configuration
+eval: nowhere.yaml => The configuration nowhere.yaml cannot be read
 eval: CONFIG --checkpoint nowhere => /nowhere is not a run directory
 eval: CONFIG --log-ranks 3-1 => --log-ranks has 3-1, but the first rank of a range must not exceed the last; use 1-3.
 eval: CONFIG => has a checkpoint; train one first
@@ -60,7 +60,7 @@ eval: CONFIG --checkpoint best => has a best checkpoint, which requires checkpoi
 predict: photos => There is no run with a checkpoint in
 predict: photos --checkpoint nowhere => /nowhere is not a run directory
 predict: photos --checkpoint file => file
-predict: photos --config nowhere.yaml => nowhere.yaml: Cannot read the configuration
+predict: photos --config nowhere.yaml => The configuration nowhere.yaml cannot be read
 predict: photos --config CONFIG => has a checkpoint; train one first
 predict: photos --checkpoint best --runs photos => /photos has a best checkpoint
 calibrate: --out nowhere/machine.yaml => nowhere/machine.yaml

@@ -446,7 +446,7 @@ def test_a_known_name_is_its_own_nearest_and_none_is_made_up(names: list[str], n
         ("q", ("sharded",), 'there is only "sharded"'),
         ("q", (), "there are none"),
         ("layer7", [f"layer{number}.conv" for number in range(50)], 'the nearest is "layer7.conv"'),
-        ("q", [f"layer{number}.conv" for number in range(50)], 'there are 50, such as "layer0.conv"'),
+        ("q", [f"layer{number}.conv" for number in range(50)], 'there are 50 names, such as "layer0.conv"'),
     ],
 )
 def test_the_end_of_a_sentence(name: str, names: list[str], end: str) -> None:

@@ -25,9 +25,10 @@ from hpctrain.storage.atomic_write import write_text
 
 _HEAD = """# Commands
 
-The option `--help` of each command prints the same texts. `hpctrain completion bash` enables completion.
-Commands that train or measure are started on ranks, as in `mpiexec -n 4 python -m mpi4py -m hpctrain train ...`; others run as
-one process.
+The option `--help` of each command prints the same texts. `hpctrain completion bash` prints a script that
+enables completion. Start `train`, `eval`, `predict`, `script`, `doctor` and `calibrate` on ranks, as in
+`mpiexec -n 4 python -m mpi4py -m hpctrain train ...`. All other commands are one process; `run`, `submit` and `bench scaling`
+start the ranks of their jobs.
 
 `make docs` writes this page from the program.
 """

@@ -181,7 +181,7 @@ class ConvolutionKey:
 
 
 class DeviceConvolution(Protocol):
-    """The plan of one convolution, built once.
+    """Plan of the convolution of one `ConvolutionKey`. A device builds it once and reuses it.
 
     Attributes:
         workspace_bytes: size of the workspace in bytes.

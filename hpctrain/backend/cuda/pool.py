@@ -126,7 +126,7 @@ class CudaAdaptiveAveragePool(CudaOperator):
             if (outputs + 1) * (size + 1) >= _LIMIT:
                 raise BackendError(
                     f"Adaptive pooling of {size} pixels to {outputs} is too large for backend cuda, which supports fewer than "
-                    f"{_LIMIT // (size + 1)} outputs."
+                    f"{(_LIMIT - 1) // (size + 1)} outputs."
                 )
         self._shared = height * width >= _SHARED_PIXELS * spec.size[0] * spec.size[1]
         self._sizes = tuple(map(np.int32, (height, spec.size[0], width, spec.size[1])))

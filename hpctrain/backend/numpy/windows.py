@@ -305,7 +305,7 @@ class PlaneBlock:
     taps: list[np.ndarray]
 
     def load(self, padding: float) -> None:
-        """Copy from the image, and write `padding` elsewhere."""
+        """Copy the image's pixels into the planes, and write `padding` to the elements that lie outside the image."""
         if self.padded:
             self.all.fill(padding)
         for plane, image in self.moves:
