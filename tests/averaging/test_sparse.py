@@ -626,7 +626,7 @@ def test_a_call_takes_memory_for_a_block_alone() -> None:
     ("size", "kept", "sentence"),
     [
         *((size, kept, f"kept is {kept}") for size, kept in ((5, 0), (5, 6), (0, 1), (5, -1))),
-        (2**31, 1, "at most 2147483647"),  # positions would need more bits
+        (2**31, 1, "from 0 to 2147483647"),  # positions would need more bits
     ],
 )
 def test_an_illegal_number_of_elements_is_refused(size: int, kept: int, sentence: str) -> None:
