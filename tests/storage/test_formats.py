@@ -6,6 +6,7 @@ import os
 import resource
 import struct
 import sys
+import threading
 import tracemalloc
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -432,10 +433,10 @@ def path(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def warnings() -> Iterator[list[logging.LogRecord]]:
-    """What the module logs, wherever the package's log goes."""
+    """What the module logs in this thread, wherever the package's log goes: threads of earlier tests may log as well."""
     found: list[logging.LogRecord] = []
     logger, handler = logging.getLogger("hpctrain.runs.records"), logging.Handler()
-    handler.emit = found.append
+    handler.emit = lambda record: found.append(record) if record.thread == threading.get_ident() else None
     logger.addHandler(handler)
     yield found
     logger.removeHandler(handler)

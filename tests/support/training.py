@@ -323,12 +323,14 @@ def assemble(replica: Replica, name: str, values: np.ndarray) -> np.ndarray:
 
 
 def distance(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> float:
-    """Largest relative L2 distance |a - b| / |b| over the tensors (|b| = 0: |a|)."""
+    """Largest relative L2 distance |a - b| / |b| over the tensors (|b| = 0: |a|); infinite if a distance is not finite."""
     assert a.keys() == b.keys()
     worst = 0.0
     for name in a:
         scale = float(np.linalg.norm(b[name].astype(np.float64))) or 1.0
-        worst = max(worst, float(np.linalg.norm(a[name].astype(np.float64) - b[name])) / scale)
+        with np.errstate(over="ignore", invalid="ignore"):
+            far = float(np.linalg.norm(a[name].astype(np.float64) - b[name])) / scale
+        worst = max(worst, far if np.isfinite(far) else np.inf)
     return worst
 
 
