@@ -50,8 +50,8 @@ class AutomaticChoice:
     Attributes:
         sections: section ("grid", "plan", "averager") -> its values as plain data, as in a configuration.
         model_digest: hash of the model's layers and parameters.
-        prediction: predicted time of a step with the chosen values.
         next_best: description of the second-best candidate, including its predicted step time; empty if there was none.
+        why: comparison with the default in words ("2.1 times as fast as averaging alone, because ..."); empty if it is unknown.
     """
 
     sections: Mapping[str, Any]
@@ -59,6 +59,7 @@ class AutomaticChoice:
     model_digest: str
     prediction: PredictedStep
     next_best: str = ""
+    why: str = ""
 
     def to_meta(self) -> dict[str, Any]:
         """Return the choice as plain values for JSON.
@@ -69,10 +70,7 @@ class AutomaticChoice:
 
     @classmethod
     def from_meta(cls, meta: Any, place: str) -> AutomaticChoice:
-        """Return the choice stored by `to_meta`.
-
-        Args:
-            place: path of the file with the values, for messages.
+        """Return the choice stored by `to_meta` in the file `place`.
 
         Raises:
             CheckpointError: the values do not describe a choice.

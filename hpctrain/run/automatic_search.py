@@ -58,9 +58,8 @@ class BestCandidate:
     """Fastest grid, plan and averager that a search has found.
 
     Attributes:
-        candidate: grid, plan and averager.
-        prediction: its predicted step.
         next_best: description of the second-best candidate with its step time; "" if there was only one.
+        why: comparison with the default in words, see `AutomaticChoice`.
         machine: machine that was measured for the search; None if it was read from a file.
         backend: backend of this rank, for which `Automatic` searched; None in other searches.
     """
@@ -69,6 +68,7 @@ class BestCandidate:
     prediction: PredictedStep
     next_best: str
     machine: Machine | None = None
+    why: str = ""
     backend: Backend | None = field(default=None, compare=False)
 
 
@@ -270,7 +270,7 @@ def _of_checkpoint(source: tuple[Path, CheckpointContent] | None) -> tuple[Autom
 def _choice(config: Config, ranks: int, task: PlannedRun, outcome: BestCandidate) -> AutomaticChoice:
     chosen = with_candidate(config, outcome.candidate).model_dump(mode="json")
     sections = {section: chosen[section] for section in config.automatic}
-    return AutomaticChoice(sections, ranks, model_digest(task), outcome.prediction, outcome.next_best)
+    return AutomaticChoice(sections, ranks, model_digest(task), outcome.prediction, outcome.next_best, outcome.why)
 
 
 def with_default_plan(config: Config, ranks: int, backend: Backend | None = None) -> PlannedRun:

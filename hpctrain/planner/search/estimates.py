@@ -129,9 +129,8 @@ class GridEstimates:
 
     def _priced_edges(self) -> dict[tuple[int, Hashable], list[tuple[SegmentUse, SegmentCost]]]:
         """Return a mapping from (segment, input layout) to (use, cost) pairs, without uses that no kernel supports."""
-        uses: tuple[SegmentUse, ...] = (None,) if self._space.fixed_plan is not None else tuple(Parallelism)
-        if self._grid.rows == 1:
-            uses = (Parallelism.BATCH,)
+        rows, fixed = self._grid.rows, self._space.fixed_plan is not None
+        uses: tuple[SegmentUse, ...] = (None,) if fixed and rows > 1 else self._space.uses_on(rows)
         edges: dict[tuple[int, Hashable], list[tuple[SegmentUse, SegmentCost]]] = {}
         layouts: dict[Hashable, Layout | None] = {_START: None}
         for number in range(len(self._segments)):

@@ -17,7 +17,7 @@ from hpctrain.comm.groups import check_grid
 from hpctrain.comm.progress import ProgressMode
 from hpctrain.config.schema import Config
 from hpctrain.core.errors import ConfigError
-from hpctrain.parallel.parallel_plan import ParallelPlan
+from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
 from hpctrain.planner.simulation.tasks import SimulationOptions
 
 #: sections of a configuration that a search chooses
@@ -42,6 +42,8 @@ class SearchSpace:
         fixed_grid: the user's (Pr, Pc); None: open.
         fixed_plan: plan with the user's uses, and with tiles if the grid is fixed, too; None: open.
         tiles: tiles of the user's grid if the plan is open; None: all ranks split the height.
+        uses: pairs (Pr, use) from which open plans on grids of Pr > 1 are made; None: all. A grid without a pair is left out,
+            unless it is the user's.
         simulated: number of candidates in the first round of simulations: those with the best lower bounds, and pure data
             parallelism with each averager. More follow, with averagers and plans exchanged among the best.
     """
@@ -51,10 +53,17 @@ class SearchSpace:
     fixed_averager: AveragerChoice | None = None
     fixed_micro_batches: int | None = None
     tiles: tuple[int, int] | None = None
+    uses: frozenset[tuple[int, Parallelism]] | None = None
     averagers: tuple[AveragerChoice, ...] = field(default_factory=searched_averagers)
     micro_batches: tuple[int, ...] = (1, 2, 4)
     simulated: int = 8
     options: SimulationOptions = field(default_factory=SimulationOptions)
+
+    def uses_on(self, rows: int) -> tuple[Parallelism, ...]:
+        """Return the uses of layers on grids with `rows` rows, for an open plan."""
+        if rows == 1:
+            return (Parallelism.BATCH,)
+        return tuple(use for use in Parallelism if self.uses is None or (rows, use) in self.uses) or tuple(Parallelism)
 
     @property
     def averager_choices(self) -> tuple[AveragerChoice, ...]:
@@ -117,6 +126,9 @@ def grid_shapes(space: SearchSpace, graph: Graph, ranks: int, batch: int) -> tup
         return (space.fixed_grid,)
     most = _most_parts(graph)
     shapes = _shapes(ranks, batch, most)
+    if space.uses is not None and space.fixed_plan is None:
+        with_uses = {1, *(rows for rows, _ in space.uses)}
+        shapes = tuple(shape for shape in shapes if shape[0] in with_uses) or shapes
     if not shapes:
         legal = max(number for number in range(1, ranks) if _shapes(number, batch, most))
         raise ConfigError(

@@ -137,6 +137,14 @@ def test_what_is_fixed_stays() -> None:
     assert result.best.candidate == simulated[0]
 
 
+def test_only_given_uses_are_searched_on_grids_that_have_some() -> None:
+    given = frozenset({(2, Parallelism.BATCH), (2, Parallelism.MODEL)})
+    result, simulated = searched(by_grid, SearchSpace(uses=given))
+    assert {candidate.plan.rows for candidate in simulated} == {1, 2}
+    assert result.best.candidate.plan.rows == 2
+    assert Parallelism.DOMAIN not in {use for one in simulated for use in (one.plan.default, *one.plan.use.values())}
+
+
 def test_what_does_not_fit_comes_last_and_says_so() -> None:
     result, _ = searched(by_grid, memory_of=lambda one: 1 << 20 if one.plan.rows == 1 else 1 << 40)
     fits = [choice.fits for choice in result.choices]
