@@ -27,7 +27,7 @@ from hpctrain.planner.costs import machine_file
 from hpctrain.planner.costs.machine import Link, LinkSegment, Machine, OperatorClass, OperatorRate, slowest_rate
 from hpctrain.planner.costs.operator_work import OperatorWork, work_of
 from hpctrain.planner.measure import link_measurement
-from hpctrain.planner.measure.link_measurement import SIZES, LinkProbe, MessagePoint
+from hpctrain.planner.measure.link_measurement import THOROUGH, Effort, LinkProbe, MessagePoint
 from hpctrain.planner.measure.program_timing import TimedProgram, clock_of, fake_mergers
 
 _STEPS = 4
@@ -252,6 +252,7 @@ def calibrate(
     name: str,
     when: str,
     seconds: float = 60.0,
+    effort: Effort = THOROUGH,
     measure_threads: MeasureThreads | None = None,
     physical_cores: Callable[[frozenset[int]], int] = len,
 ) -> Machine:
@@ -270,8 +271,9 @@ def calibrate(
     of_all = comm.allgather_object(facts)
     source = f"measured on {when}, {facts.processor}"
     kinds = max(1, (layout.nodes > 1) + (layout.ranks_per_node > 1))
-    within, within_source = _within(comm, progress, layout, source, _LINKS_SHARE * seconds / kinds)
-    between, ranks_per_card, sources = _between(comm, progress, layout, source, _LINKS_SHARE * seconds / kinds)
+    budget = _LINKS_SHARE * seconds / kinds
+    within, within_source = _within(comm, progress, layout, source, effort, budget)
+    between, ranks_per_card, sources = _between(comm, progress, layout, source, effort, budget)
     rates = _slowest(comm.allgather_object(measure_rates(_barrier(comm, progress))))
     on_first_node = [rank_facts for rank_facts, number in zip(of_all, layout.node_of, strict=True) if number == layout.node_of[0]]
     cores = physical_cores(frozenset().union(*(rank_facts.cores for rank_facts in on_first_node)))
@@ -340,18 +342,19 @@ def _slowest(rates_of_ranks: Sequence[Mapping[OperatorClass, OperatorRate]]) -> 
 
 
 def _within(
-    comm: Communicator, progress: ProgressEngine, layout: _Layout, source: str, budget_seconds: float
+    comm: Communicator, progress: ProgressEngine, layout: _Layout, source: str, effort: Effort, budget_seconds: float
 ) -> tuple[Link, dict[str, str]]:
     if layout.ranks_per_node == 1:
         return _USUAL_WITHIN, {"within": "not measured: one rank per node; shared memory of a current processor"}
     color = _number(layout, comm.rank, lambda node, local: (node, local // 2))
     pair = comm.split(color, comm.rank, "calibration within nodes")
-    points = LinkProbe(comm, pair, progress).measure(SIZES, budget_seconds=budget_seconds)
+    without_bursts = replace(effort, pause_seconds=0.0)
+    points = LinkProbe(comm, pair, progress).measure(without_bursts, budget_seconds=budget_seconds)
     return link_measurement.link(points, bursts=False), {"within": f"{source}, all ranks of a node in pairs at once"}
 
 
 def _between(
-    comm: Communicator, progress: ProgressEngine, layout: _Layout, source: str, budget_seconds: float
+    comm: Communicator, progress: ProgressEngine, layout: _Layout, source: str, effort: Effort, budget_seconds: float
 ) -> tuple[Link, int, dict[str, str]]:
     """Measure the link between nodes. Return it, the number of ranks that share a network card, and the sources of both."""
     if layout.nodes == 1:
@@ -359,15 +362,15 @@ def _between(
         return _USUAL_BETWEEN, layout.ranks_per_node, {"between": f"{reason}; 10 Gb/s Ethernet", "ranks_per_card": reason}
     first = layout.node_of[comm.rank] < 2 and layout.local[comm.rank] == 0
     alone = comm.split(0 if first else None, comm.rank, "calibration between nodes")
-    points = LinkProbe(comm, alone, progress).measure(SIZES, budget_seconds=budget_seconds)
+    points = LinkProbe(comm, alone, progress).measure(effort, budget_seconds=budget_seconds)
     sources = {"between": f"{source}, one rank of each of two nodes"}
     if layout.ranks_per_node == 1:
         return link_measurement.link(points), 1, {**sources, "ranks_per_card": "one rank per node"}
     color = _number(layout, comm.rank, lambda node, local: (node // 2, local))
-    sizes = [point.n_bytes for point in points[-2:]]
+    largest = replace(effort, sizes=tuple(point.n_bytes for point in points[-2:]), passes=1)
     pair = comm.split(color, comm.rank, "calibration of cards")
     together = comm.split(None if pair is None else 0, comm.rank, "calibration of cards, all pairs")
-    at_once = LinkProbe(comm, pair, progress, together).measure(sizes, polls=False, budget_seconds=0.0)  # one pass
+    at_once = LinkProbe(comm, pair, progress, together).measure(largest, details=False)
     sharing = _sharing(points, at_once, layout.ranks_per_node)
     return (
         link_measurement.link(points),

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby, pairwise, permutations
+from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
@@ -26,15 +27,35 @@ SIZES = (512, 4 << 10, 16 << 10, 64 << 10, 128 << 10, 512 << 10, 2 << 20, 3 << 2
 _LONG_BYTES = 512 << 10
 _REPEATS_SHORT, _REPEATS_LONG = 20, 3
 _POLLED_REPEATS = 2
-_MOST_PASSES = 8
-# Pause after which a link has its full burst, before long messages; shorter messages do not show a burst.
-_PAUSE_SECONDS = 0.03
+
+
+@dataclass(frozen=True)
+class Effort:
+    """Number of sizes and passes of a measurement.
+
+    Attributes:
+        sizes: bytes of messages, ascending.
+        passes: maximum number of passes over all sizes.
+        alike: relative difference between the last pass and the fastest earlier one below which no further pass follows.
+        pause_seconds: pause before a long message, after which a link has its full burst; shorter messages do not show a burst.
+    """
+
+    sizes: tuple[int, ...]
+    passes: int
+    alike: float
+    pause_seconds: float = 0.03
+
+
+#: effort for a machine file, and for a choice at the start of a job, whose sizes suffice for its order of candidates
+THOROUGH, QUICK = Effort(SIZES, 8, 0.01), Effort((512, 64 << 10, 512 << 10, 2 << 20), 3, 0.05, 0.015)
 _POLLED_FROM = 16 << 10
 _MOST_GAP_SECONDS, _LEAST_GAP_SECONDS = 0.01, 0.5e-3
 _MOST_POLLS = 150
 _MOST_POLLED_SECONDS = 1.5
-# Number of bytes to write before a message, which evicts its data from all caches. In a step, they were written layers before.
-_CACHE_BYTES = 128 << 20
+# Maximum number of bytes to write before a message, which evicts its data from all caches. In a step, they were written layers
+# before. A cache is only empty once a little more than its size was written.
+_MOST_CACHE_BYTES, _EVICTING = 128 << 20, 1.25
+_CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 # Messages that take longer are repeated fewer times.
 _SLOW_SECONDS, _REPEATS_SLOW = 0.1, 2
 # If a message takes longer, larger sizes are not measured.
@@ -85,6 +106,28 @@ def _point(passes: Sequence[_Raw]) -> MessagePoint:
     return MessagePoint(passes[0].n_bytes, one, max(0.0, two - one), fewest.polls, fewest.gap, core, summing)
 
 
+def _settled(passes: Sequence[Sequence[_Raw]], alike: float) -> bool:
+    """Return whether the last pass confirms the fastest earlier one; times of short messages vary too much to compare."""
+    if len(passes) < 2:
+        return False
+    *earlier, last = passes
+    confirmed = True
+    for k, raw in enumerate(last):
+        if raw.n_bytes >= _POLLED_FROM:
+            for now, before in ((raw.one, min(of[k].one for of in earlier)), (raw.two, min(of[k].two for of in earlier))):
+                confirmed &= abs(now - before) <= alike * before
+    return confirmed
+
+
+def _cache_bytes(caches: Path = _CACHES) -> int:
+    """Return the number of bytes to write to evict everything from the caches of a core."""
+    try:
+        sizes = [int((level / "size").read_text().strip().removesuffix("K")) << 10 for level in caches.glob("index*")]
+    except (OSError, ValueError):
+        sizes = []
+    return min(_MOST_CACHE_BYTES, int(_EVICTING * sum(sizes)) or _MOST_CACHE_BYTES)
+
+
 class LinkProbe:
     """Measurement of messages between two ranks.
 
@@ -107,53 +150,48 @@ class LinkProbe:
         self._all_ranks, self._pair, self._progress = all_ranks, pair, progress
         self._meeting = pair if at_once is None else at_once
         self._queue = None if pair is None else progress.queue(pair)
-        self._written = np.zeros(0 if pair is None else _CACHE_BYTES // 4, np.float32)
+        self._written = np.zeros(0 if pair is None else _cache_bytes() // 4, np.float32)
 
-    def measure(
-        self, sizes: Sequence[int] = SIZES, *, polls: bool = True, budget_seconds: float = math.inf
-    ) -> list[MessagePoint]:
+    def measure(self, effort: Effort = THOROUGH, *, details: bool = True, budget_seconds: float = math.inf) -> list[MessagePoint]:
         """Return a point for each size: medians over the ranks with partners. Collective over `all_ranks`.
 
-        After a first pass over all sizes, up to seven more follow while rank 0 expects them to fit the time budget, because a
-        disturbance rarely lasts for two passes. If a message, or the first pass, takes too long, larger sizes are omitted; at
-        least two are measured.
+        After a first pass over all sizes, more follow until one takes as long as an earlier one, because a disturbance rarely
+        lasts for two passes, and while rank 0 expects them to fit the time budget. If a message, or the first pass, takes too
+        long, larger sizes are omitted; at least two are measured.
 
         Args:
-            sizes: bytes of messages, ascending.
-            polls: whether to count polls.
+            details: whether to measure more than the time of one operation.
         """
-        begin = self._progress.now()
+        begin, sizes = self._progress.now(), effort.sizes
         if self._pair is not None:
             self._seconds([self._gather(sizes[0])], _REPEATS_SHORT, 0.0)  # because connections are made at their first use
         passes: list[list[_Raw]] = []
-        while len(passes) < _MOST_PASSES:
-            spent, done = self._progress.now() - begin, len(passes)
-            if not self._all_ranks.broadcast_object(not done or spent * (done + 1) / done < budget_seconds):
+        while len(passes) < effort.passes and not _settled(passes, effort.alike):
+            numbers: list[_Raw] = []
+            for n_bytes in sizes:
+                raw = None if self._pair is None else self._measure_size(n_bytes, effort.pause_seconds, details=details)
+                of_all = self._all_ranks.allgather_object((raw, self._progress.now() - begin))
+                known, spent = [raw for raw, _ in of_all if raw is not None], of_all[0][1]
+                numbers.append(_Raw(n_bytes, *(median(column) for column in zip(*(raw[1:] for raw in known), strict=True))))
+                over = not passes and spent > budget_seconds
+                if len(numbers) > 1 and (over or numbers[-1].one > _MOST_MESSAGE_SECONDS):
+                    break
+            passes.append(numbers)
+            sizes = sizes[: len(numbers)]
+            if spent * (len(passes) + 1) / len(passes) >= budget_seconds:
                 break
-            passes.append(self._pass(sizes, polls, math.inf if passes else begin + budget_seconds))
-            sizes = sizes[: len(passes[-1])]
         return [_point([of_pass[k] for of_pass in passes]) for k in range(len(sizes))]
 
-    def _pass(self, sizes: Sequence[int], polls: bool, end: float) -> list[_Raw]:
-        """Measure each size. After at least two, stop early if a size takes too long or the time is later than `end`."""
-        numbers: list[_Raw] = []
-        for n_bytes in sizes:
-            of_all = self._all_ranks.allgather_object(None if self._pair is None else self._measure_size(n_bytes, polls))
-            known = [raw for raw in of_all if raw is not None]
-            numbers.append(_Raw(n_bytes, *(median(column) for column in zip(*(raw[1:] for raw in known), strict=True))))
-            over = self._all_ranks.broadcast_object(self._progress.now() > end)
-            if len(numbers) > 1 and (over or numbers[-1].one > _MOST_MESSAGE_SECONDS):
-                break
-        return numbers
-
-    def _measure_size(self, n_bytes: int, polls: bool) -> _Raw:
+    def _measure_size(self, n_bytes: int, pause_seconds: float, *, details: bool) -> _Raw:
         gather, reduce = self._gather(n_bytes), self._reduce(n_bytes)
         long = n_bytes >= _LONG_BYTES
-        repeats, pause = (_REPEATS_LONG, _PAUSE_SECONDS) if long else (_REPEATS_SHORT, 0.0)
+        repeats, pause = (_REPEATS_LONG, pause_seconds) if long else (_REPEATS_SHORT, 0.0)
         one = self._seconds([gather], repeats, pause)
-        two = self._seconds([gather, self._gather(n_bytes)], _REPEATS_SLOW if one > _SLOW_SECONDS else repeats, pause)
         gap = min(max(2 * one, _LEAST_GAP_SECONDS), _MOST_GAP_SECONDS)
-        polled = polls and n_bytes >= _POLLED_FROM
+        if not details:
+            return _Raw(n_bytes, one, 2 * one, 0, gap, 0.0, 0.0)
+        two = self._seconds([gather, self._gather(n_bytes)], _REPEATS_SLOW if one > _SLOW_SECONDS else repeats, pause)
+        polled = n_bytes >= _POLLED_FROM
         needed = min(self._polls(gather, gap) for _ in range(_POLLED_REPEATS)) if polled else 0
         core, summing = (
             min(self._core_seconds(post, gap, cold=long) for _ in range(_POLLED_REPEATS)) for post in (gather, reduce)

@@ -30,6 +30,7 @@ from hpctrain.planner.costs.operator_times import OperatorTimes, Setting, cache_
 from hpctrain.planner.job import Candidate, Job
 from hpctrain.planner.measure import calibration
 from hpctrain.planner.measure.calibration import RankFacts, calibrate
+from hpctrain.planner.measure.link_measurement import QUICK, THOROUGH, Effort
 from hpctrain.planner.measure.program_timing import Coverage, ensure_measured
 from hpctrain.planner.search import configured_search
 from hpctrain.planner.search.configured_search import SearchTask, on_any_grid
@@ -59,6 +60,7 @@ def run_calibration(
         deadline_seconds,
         seconds,
         out.stem,
+        effort=THOROUGH,
         vary_threads=kernels.arithmetic.on_host,
         dtypes=("float32", "bfloat16"),
     )
@@ -96,6 +98,7 @@ def measured(
     seconds: float = _WHOLE_SECONDS,
     name: str = NAME,
     *,
+    effort: Effort = QUICK,
     vary_threads: bool = False,
     dtypes: Sequence[str] = ("float32",),
 ) -> Machine:
@@ -124,6 +127,7 @@ def measured(
         name=name,
         when=time.strftime("%Y-%m-%d"),
         seconds=seconds,
+        effort=effort,
         measure_threads=effect_of_threads if vary_threads else None,
         physical_cores=usable_cores,
     )

@@ -18,7 +18,7 @@ from hpctrain.planner.costs import machine_file
 from hpctrain.planner.costs.machine import Link, LinkSegment, Machine, OperatorClass, OperatorRate, seconds_with_threads
 from hpctrain.planner.measure import calibration, link_measurement
 from hpctrain.planner.measure.calibration import RankFacts, calibrate
-from hpctrain.planner.measure.link_measurement import SIZES, LinkProbe, MessagePoint
+from hpctrain.planner.measure.link_measurement import SIZES, Effort, LinkProbe, MessagePoint
 from hpctrain_testing.virtual.communicator import ThreadCommunicator
 from hpctrain_testing.virtual.run import run_virtual, virtual_engine
 from tests.support.sampling import amount
@@ -335,12 +335,13 @@ def test_the_rate_of_large_messages_is_not_that_of_one_disturbed_message(
 
 
 MESSAGES = (512, 16 << 10, 512 << 10)
+ONCE = Effort(MESSAGES, 1, 0.0)
 
 
 @pytest.fixture
 def few_messages(monkeypatch: pytest.MonkeyPatch) -> None:
     """Virtual time is exact, so once is enough; computation between polls costs real time."""
-    for name in ("_REPEATS_SHORT", "_REPEATS_LONG", "_POLLED_REPEATS", "_MOST_PASSES"):
+    for name in ("_REPEATS_SHORT", "_REPEATS_LONG", "_POLLED_REPEATS"):
         monkeypatch.setattr(link_measurement, name, 1)
     monkeypatch.setattr(link_measurement, "_busy", lambda seconds: None)
 
@@ -353,7 +354,7 @@ def test_a_modelled_link_is_found_again_and_all_ranks_know_it(ranks: int) -> Non
 
     def program(comm: ThreadCommunicator) -> list[MessagePoint]:
         pair = comm.split(0 if comm.rank < 2 else None, comm.rank, "pair")
-        return LinkProbe(comm, pair, virtual_engine(comm)).measure(MESSAGES)
+        return LinkProbe(comm, pair, virtual_engine(comm)).measure(ONCE)
 
     results = run_virtual(ranks, program, link=link)
     assert all(points == results[0] for points in results)
@@ -364,11 +365,29 @@ def test_a_modelled_link_is_found_again_and_all_ranks_know_it(ranks: int) -> Non
     assert message_seconds(link_measurement.link(results[0]), 100_000) == pytest.approx(50e-6 + 8e-9 * 100_000, rel=0.01)
 
 
+@pytest.mark.usefixtures("few_messages")
+def test_passes_end_once_one_confirms_an_earlier_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Find a measurement that ends although only disturbed passes were seen, or that repeats what is known."""
+
+    def passes(*factors: float) -> int:
+        def program(comm: ThreadCommunicator) -> int:
+            probe = LinkProbe(comm, comm.split(0, comm.rank, "pair"), virtual_engine(comm))
+            calls = iter(factors)
+            monkeypatch.setattr(probe, "_measure_size", lambda n, pause, details: link_measurement._Raw(n, *(6 * [next(calls)])))
+            probe.measure(Effort((16 << 10,), 4, 0.05))
+            return len(factors) - len(list(calls))
+
+        return run_virtual(2, program, link=LinkModel(50e-6, 8e-9))[0]
+
+    assert [passes(1.0, 1.0, 9.9, 9.9), passes(1.1, 1.0, 1.04, 9.9), passes(1.5, 1.0, 1.2, 1.1)] == [2, 3, 4]
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("few_messages")
 def test_a_slow_link_is_left_at_the_size_that_takes_too_long() -> None:
     def program(comm: ThreadCommunicator) -> list[MessagePoint]:
-        return LinkProbe(comm, comm.split(0, comm.rank, "pair"), virtual_engine(comm)).measure((512, 1024, 2 << 20, 4 << 20))
+        sizes = Effort((512, 1024, 2 << 20, 4 << 20), 2, 0.0)
+        return LinkProbe(comm, comm.split(0, comm.rank, "pair"), virtual_engine(comm)).measure(sizes)
 
     points = run_virtual(2, program, link=LinkModel(1e-3, 1e-6))[0]
     assert [point.n_bytes for point in points] == [512, 1024, 2 << 20]
@@ -396,7 +415,7 @@ def test_pairs_that_measure_at_once_begin_together(ranks: int, monkeypatch: pyte
                 begins.append((comm.rank, engine.now()))
 
             monkeypatch.setattr(probe, "_meet", met)
-        return probe.measure(MESSAGES, polls=False)
+        return probe.measure(ONCE, details=False)
 
     results = run_virtual(ranks, program, link=LinkModel(50e-6, 8e-9))
     assert all(points == results[0] for points in results)
@@ -418,7 +437,7 @@ def test_pairs_that_measure_at_once_take_the_time_of_the_last_one(monkeypatch: p
         probe = LinkProbe(comm, pair, virtual_engine(comm), comm.split(0, comm.rank, "together"))
         gather = probe._gather
         monkeypatch.setattr(probe, "_gather", lambda n_bytes: gather(n_bytes * (1 + comm.rank // 2)))
-        return probe.measure(MESSAGES, polls=False)
+        return probe.measure(ONCE, details=False)
 
     for point in run_virtual(4, program, link=LinkModel(50e-6, 8e-9))[0]:
         assert point.seconds == pytest.approx(50e-6 + 8e-9 * 2 * point.n_bytes, rel=0.01)
@@ -450,9 +469,7 @@ def test_messages_that_a_disturbance_makes_longer_do_not_hide_a_shared_card(
 VIRTUAL_LINK = LinkModel(30e-6, 2e-9)
 
 
-@pytest.fixture
-def few_sizes(few_messages: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calibration, "SIZES", (512, 16 << 10, 256 << 10))
+FEW_SIZES = Effort((512, 16 << 10, 256 << 10), 1, 0.0)
 
 
 def _rates(rank: int) -> Callable[[Callable[[], None]], Mapping[OperatorClass, OperatorRate]]:
@@ -466,14 +483,16 @@ def _rates(rank: int) -> Callable[[Callable[[], None]], Mapping[OperatorClass, O
 def _machine(ranks: int, per_node: int) -> Machine:
     def program(comm: ThreadCommunicator) -> Machine:
         facts = RankFacts(frozenset({comm.rank % per_node // 2}), 8 << 30, "a processor")
-        return calibrate(comm, virtual_engine(comm), facts, _rates(comm.rank), name="virtual", when="2026-01-01")
+        return calibrate(
+            comm, virtual_engine(comm), facts, _rates(comm.rank), name="virtual", when="2026-01-01", effort=FEW_SIZES
+        )
 
     machines = run_virtual(ranks, program, link=VIRTUAL_LINK, ranks_per_node=per_node)
     assert all(machine == machines[0] for machine in machines)
     return machines[0]
 
 
-@pytest.mark.usefixtures("few_sizes")
+@pytest.mark.usefixtures("few_messages")
 @pytest.mark.parametrize(("ranks", "per_node"), [(1, 1), (2, 2), (2, 1), (4, 2), (3, 2)])
 def test_what_is_there_is_measured_and_the_rest_says_so(ranks: int, per_node: int) -> None:
     machine = _machine(ranks, per_node)
@@ -492,7 +511,7 @@ def test_what_is_there_is_measured_and_the_rest_says_so(ranks: int, per_node: in
     assert machine_file.parse(machine_file.text(machine)) == machine
 
 
-@pytest.mark.usefixtures("few_sizes")
+@pytest.mark.usefixtures("few_messages")
 @pytest.mark.parametrize(("threads", "cores", "varied"), [(2, 4, True), (1, 4, False), (2, 6, False), (1, 2, False)])
 def test_the_effect_of_threads_is_measured_if_all_ranks_use_several_cores_fully(threads: int, cores: int, varied: bool) -> None:
     """Find rates of one thread next to `rates` of ranks with a single core, or with fewer threads than cores."""
@@ -503,7 +522,7 @@ def test_the_effect_of_threads_is_measured_if_all_ranks_use_several_cores_fully(
         def measure_threads(before: Callable[[], None]) -> tuple[Mapping[OperatorClass, OperatorRate], float]:
             return {kind: OperatorRate(5e9 - comm.rank, 5e8, 1e-7) for kind in OperatorClass}, 1e9 + comm.rank
 
-        named = {"name": "virtual", "when": "2026-01-01"}
+        named = {"name": "virtual", "when": "2026-01-01", "effort": FEW_SIZES}
         return calibrate(comm, virtual_engine(comm), facts, _rates(comm.rank), **named, measure_threads=measure_threads)
 
     machine = run_virtual(2, program, link=VIRTUAL_LINK, ranks_per_node=2)[0]
