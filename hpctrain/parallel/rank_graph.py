@@ -206,19 +206,15 @@ def training_plan(local: LocalGraph, kernels: KernelSet) -> ExecutionPlan:
 
     It cannot run, because its steps share operators.
     """
-    return compile_graph(local.graph, _shared(kernels), training=True)
+    return compile_graph(local.graph, shared_operators(kernels), training=True)
 
 
 class _SharedOperators(KernelSet):
     """Operators of another kernel set, each made only once, because many blocks and ranks have the same layer."""
 
     def __init__(self, kernels: KernelSet) -> None:
-        self.arithmetic, self.alignment_bytes, self.shadow_dtype = (
-            kernels.arithmetic,
-            kernels.alignment_bytes,
-            kernels.shadow_dtype,
-        )
-        self._kernels = kernels
+        self._kernels, self.arithmetic = kernels, kernels.arithmetic
+        self.alignment_bytes, self.shadow_dtype = kernels.alignment_bytes, kernels.shadow_dtype
         self._made = lru_cache(maxsize=_OPERATORS)(kernels.make)
         self._reorder = lru_cache(maxsize=_OPERATORS)(kernels.reorder)
 
@@ -241,7 +237,8 @@ class _SharedOperators(KernelSet):
 
 
 @lru_cache(maxsize=2)
-def _shared(kernels: KernelSet) -> _SharedOperators:
+def shared_operators(kernels: KernelSet) -> KernelSet:
+    """Return a kernel set that makes equal operators only once, for plans that never run."""
     return _SharedOperators(kernels)
 
 

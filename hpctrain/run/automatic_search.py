@@ -41,6 +41,7 @@ from hpctrain.planner.costs.machine import Machine
 from hpctrain.planner.job import Candidate, Job
 from hpctrain.planner.measure.measurement import measured, measured_times
 from hpctrain.planner.planned_run import PlannedRun, job_of, prepare
+from hpctrain.planner.search.advantage import advantage
 from hpctrain.planner.search.configured_search import with_candidate
 from hpctrain.planner.search.search import SearchChoice, search
 from hpctrain.planner.search.search_space import SearchSpace, configured_space, kept_sections, open_grid
@@ -59,7 +60,6 @@ class BestCandidate:
 
     Attributes:
         next_best: description of the second-best candidate with its step time; "" if there was only one.
-        why: comparison with the default in words, see `AutomaticChoice`.
         machine: machine that was measured for the search; None if it was read from a file.
         backend: backend of this rank, for which `Automatic` searched; None in other searches.
     """
@@ -116,10 +116,10 @@ def best(
     Raises:
         ConfigError: no plan fits the job.
     """
-    first, *others = search(job, machine, costs, ranks, space).choices
-    return BestCandidate(
-        first.candidate, predicted_step_of(first.prediction, machine), "" if not others else _words(others[0]), kept
-    )
+    result = search(job, machine, costs, ranks, space)
+    first, *others = result.choices
+    predicted = predicted_step_of(first.prediction, machine)
+    return BestCandidate(first.candidate, predicted, _words(others[0]) if others else "", kept, advantage(job, result, machine))
 
 
 def _words(choice: SearchChoice) -> str:

@@ -67,7 +67,7 @@ class _Search:
             _choice(Candidate(best, AveragerChoice("bucketed", {"window": 3})), 0.25),
             _choice(Candidate(ParallelPlan(1, ranks), AveragerChoice("sharded", {})), 0.5),
         )
-        return SimpleNamespace(choices=choices, best=choices[0])
+        return SimpleNamespace(choices=choices, best=choices[0], default=None)
 
 
 def _choice(candidate: Candidate, seconds: float) -> SimpleNamespace:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from hpctrain.backend.operators import Operator
 from hpctrain.backend.specs import item_bytes, parameter_dtype
 from hpctrain.nn.compile.plan import Action, PlannedStep, StepMemory
 from hpctrain.planner.costs.machine import Machine, OperatorClass
@@ -115,12 +116,18 @@ class MeasuredCosts:
     def __init__(self, times: OperatorTimes, rates: RateCosts, speed: float = 1.0) -> None:
         self._times, self._rates, self._speed = times, rates, speed
         self._measured_seconds = self._all_seconds = 0.0
+        self._known: dict[tuple[object, ...], tuple[Operator, StepMemory | None, float | None, float]] = {}
 
     def seconds(self, step: PlannedStep, action: Action, memory: StepMemory | None = None) -> float:
-        by_rate = self._rates.seconds(step, action, memory)
         if action in (Action.BEGIN, Action.FREE):
             return 0.0
-        return self._either(self._times.seconds(operator_key(step, action, memory)), by_rate)
+        # Programs of a search share operators and plans; the entry refers to both objects, so that their ids stay in use.
+        operator, node = step.operator, step.node
+        key = (id(operator), id(memory), action, len(step.inputs), node is None, step.has_parameters)
+        if key not in self._known:
+            measured = self._times.seconds(operator_key(step, action, memory))
+            self._known[key] = operator, memory, measured, self._rates.seconds(step, action, memory)
+        return self._either(*self._known[key][2:])
 
     def product_seconds(self, product: FactorProduct) -> float:
         return self._either(self._times.seconds(product_key(product)), self._rates.product_seconds(product))

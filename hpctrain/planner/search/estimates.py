@@ -15,9 +15,9 @@ from dataclasses import dataclass, replace
 from hpctrain.averaging.averagers import AveragerChoice
 from hpctrain.backend.specs import item_bytes, parameter_dtype
 from hpctrain.core.errors import BackendError
-from hpctrain.nn.compile.compiler import compile_graph
 from hpctrain.parallel.layout import Layout
 from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
+from hpctrain.parallel.rank_graph import training_plan, whole_graph
 from hpctrain.planner.costs.compute_costs import ComputeCosts
 from hpctrain.planner.costs.machine import Machine
 from hpctrain.planner.job import Candidate, Job
@@ -271,11 +271,11 @@ def unsplit_plan(space: SearchSpace, shape: tuple[int, int]) -> ParallelPlan:
 
 def memory_factor(job: Job, machine: Machine, costs: ComputeCosts, ranks: int) -> float:
     """Return the bytes of the arena per byte of activations kept for backward, for pure data parallelism on `ranks` ranks."""
-    samples = max(1, min(8, -(-job.batch // ranks)))
+    samples = -(-job.batch // ranks)
     graph = job.graph_of(samples)
     prices = SegmentCosts(replace(job, batch=samples), machine, costs, ParallelPlan(1, 1))
     layout, activation_bytes = None, 0
     for segment in segments(graph):
         cost = prices.cost(segment, layout, lambda name: Parallelism.BATCH)
         layout, activation_bytes = cost.output, activation_bytes + cost.memory_bytes
-    return compile_graph(graph, job.kernels, training=True).arena_bytes / max(1, activation_bytes)
+    return training_plan(whole_graph(graph), job.kernels).arena_bytes / max(1, activation_bytes)

@@ -23,6 +23,7 @@ from hpctrain.parallel.layout import Layout
 from hpctrain.parallel.moves import RedistributeSpec, ReduceScatterSpec, SplitGroup, transfer, unused_group
 from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
 from hpctrain.parallel.plan_report import STATISTIC_BYTES
+from hpctrain.parallel.rank_graph import shared_operators
 from hpctrain.parallel.sharding_rules import OperatorSharding, SplitContext, shard
 from hpctrain.planner.costs.collective_costs import grid_placements, stages, unhindered_seconds
 from hpctrain.planner.costs.compute_costs import ComputeCosts
@@ -131,7 +132,7 @@ class SegmentCosts:
         return self._known[key]
 
     def _price(self, local: Graph, lowering: _Lowering, incoming: Layout | None) -> SegmentCost:
-        kernels = self._job.kernels
+        kernels = shared_operators(self._job.kernels)
         steps = make_steps(kernels.fuse(local, training=True), kernels, training=True, input_gradient=incoming is not None)
         seconds, hides = 0.0, 0.0
         for position, step in reversed(list(enumerate(steps.steps))):

@@ -8,26 +8,28 @@ candidates are ranked by their step times. Each result states why it is slower t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 
 from hpctrain.averaging.averagers import AveragerChoice
 from hpctrain.core.errors import ConfigError, HpctrainError
-from hpctrain.parallel.parallel_plan import Parallelism
+from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
 from hpctrain.planner.costs.compute_costs import ComputeCosts
 from hpctrain.planner.costs.machine import Machine
 from hpctrain.planner.job import Candidate, Job
 from hpctrain.planner.program.step_program import predict
-from hpctrain.planner.search.estimates import Estimate, GridEstimates, memory_factor
+from hpctrain.planner.search.estimates import Estimate, GridEstimates, memory_factor, unsplit_plan
 from hpctrain.planner.search.search_space import SearchSpace, grid_shapes
 from hpctrain.planner.simulation.tasks import Prediction, SimulationOptions
 from hpctrain.trace.time_table import TimeTable
 
-# Predictions that differ by a smaller share count as equal.
-_EQUAL_SHARE = 0.005
-#: possible error of predictions of different parallelism relative to each other, as a share of a step
+#: predictions that differ by a smaller share count as equal
+EQUAL_SHARE = 0.005
+#: possible error of predictions of different choices relative to each other, as a share of a step
 UNCERTAIN_SHARE = 0.05
+# Predictions of the same candidate from measurements at two starts differ by a smaller share.
+_NOISE_SHARE = 0.02
 
 
 def reason(better: Prediction, worse: Prediction, machine: Machine) -> str:
@@ -35,9 +37,9 @@ def reason(better: Prediction, worse: Prediction, machine: Machine) -> str:
     if worse.memory_bytes > machine.memory_bytes:
         return f"does not fit: needs {gibibytes(worse.memory_bytes)} of {gibibytes(machine.memory_bytes)}"
     longer = worse.step.seconds - better.step.seconds
-    if longer < -_EQUAL_SHARE * better.step.seconds:
-        return f"{short_seconds(-longer)} shorter, within the error of predictions for split layers"
-    if longer <= _EQUAL_SHARE * better.step.seconds:
+    if longer < -EQUAL_SHARE * better.step.seconds:
+        return f"{short_seconds(-longer)} shorter, within the error of predictions"
+    if longer <= EQUAL_SHARE * better.step.seconds:
         return "as fast, within the accuracy of predictions"
     waits = _rise(_exposed(better.step.table), _exposed(worse.step.table))
     work = _rise(_compute(better.step.table), _compute(worse.step.table))
@@ -71,6 +73,7 @@ def _rise(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, 
     return {name: after.get(name, 0.0) - before.get(name, 0.0) for name in {**before, **after}}
 
 
+Result = tuple[Candidate, Prediction]
 Predict = Callable[[Job, Candidate, Machine, ComputeCosts, SimulationOptions], Prediction]
 
 # Number of additional candidates to simulate if nothing fits, smallest memory first.
@@ -98,14 +101,16 @@ class SearchChoice:
 class SearchResult:
     """Simulated candidates by step time, followed by those that do not fit in memory.
 
-    The best candidate of pure data parallelism comes first if its step is at most `UNCERTAIN_SHARE` longer than the shortest.
+    The first one is the one to take, which is not the fastest if a simpler one is at most `UNCERTAIN_SHARE` slower.
 
     Attributes:
         estimated: number of candidates whose step time has a lower bound.
+        default: the candidate with defaults for all open choices; None if it is impossible.
     """
 
     choices: tuple[SearchChoice, ...]
     estimated: int
+    default: SearchChoice | None = None
 
     @property
     def best(self) -> SearchChoice:
@@ -119,6 +124,7 @@ def search(
     ranks: int,
     space: SearchSpace | None = None,
     *,
+    stored: Candidate | None = None,
     predicted_by: Predict = predict,
 ) -> SearchResult:
     """Return the simulated candidates, best first.
@@ -126,6 +132,7 @@ def search(
     Args:
         ranks: number of ranks of the job, on nodes of the machine's size.
         space: candidates to search; None: all.
+        stored: an earlier choice of the same search, which is taken again unless another one is clearly faster; None: none.
         predicted_by: function that simulates a candidate.
 
     Raises:
@@ -138,8 +145,8 @@ def search(
 
     refusals: list[HpctrainError] = []
 
-    def simulated(candidates: Iterable[Candidate]) -> list[tuple[Candidate, Prediction]]:
-        results = []
+    def simulated(candidates: Iterable[Candidate]) -> list[Result]:
+        results: list[Result] = []
         for one in candidates:
             try:
                 results.append((one, predicted_by(job, one, machine, costs, space.options)))
@@ -147,17 +154,20 @@ def search(
                 refusals.append(error)
         return results
 
-    results = simulated(_picks(estimates, bounds.pure_batch(), space.simulated))
+    default = bounds.default()
+    picks = _picks(estimates, bounds.pure_batch(), space.simulated)
+    picks += [one for one in (default, stored) if one is not None and one not in picks]
+    results = simulated(picks)
     results += simulated(_variations_of_best(results, machine, space) if results else ())
     if not any(prediction.memory_bytes <= machine.memory_bytes for _, prediction in results):
         known = [candidate for candidate, _ in results]
         results += simulated(one for one in bounds.leanest() if one not in known)
     if not results:
         raise refusals[0]
-    choices = _ranked(results, machine)
+    choices = _ranked(results, machine, default, stored)
     if not choices[0].fits:
         raise _fits_nowhere(job, machine, ranks, choices)
-    return SearchResult(choices, bounds.count)
+    return SearchResult(choices, bounds.count, next((choice for choice in choices if choice.candidate == default), None))
 
 
 class _Bounds:
@@ -167,7 +177,15 @@ class _Bounds:
         self._job, self._machine, self._costs, self._space = job, machine, costs, space
         self._shapes = grid_shapes(space, job.graph_of(1), ranks, job.batch)
         self._factor = memory_factor(job, machine, costs, ranks)
+        self._grids: dict[tuple[tuple[int, int], int], GridEstimates] = {}
         self.count = 0
+
+    def default(self) -> Candidate | None:
+        """Return the candidate with defaults for all open choices; None if each grid splits layers."""
+        shape, space = self._shapes[0], self._space
+        if shape[0] > 1 and space.fixed_grid is None:
+            return None
+        return Candidate(unsplit_plan(space, shape), space.averager_choices[0], space.micro_batch_choices[0])
 
     def estimates(self) -> list[Estimate]:
         """Return the best estimates of each grid and averager, lowest bounds first.
@@ -224,7 +242,11 @@ class _Bounds:
         return [one.candidate for one in lean[:_LEANEST]]
 
     def _grid(self, shape: tuple[int, int], micro_batches: int) -> GridEstimates:
-        return GridEstimates(self._job, self._machine, self._costs, self._space, shape, micro_batches, memory_factor=self._factor)
+        if (shape, micro_batches) not in self._grids:
+            self._grids[shape, micro_batches] = GridEstimates(
+                self._job, self._machine, self._costs, self._space, shape, micro_batches, memory_factor=self._factor
+            )
+        return self._grids[shape, micro_batches]
 
 
 def _picks(estimates: list[Estimate], pure_batch: list[Candidate], most: int) -> list[Candidate]:
@@ -247,10 +269,10 @@ def _picks(estimates: list[Estimate], pure_batch: list[Candidate], most: int) ->
     return [*chosen, *islice(others, max(0, most - len(chosen)))]
 
 
-def _variations_of_best(results: list[tuple[Candidate, Prediction]], machine: Machine, space: SearchSpace) -> list[Candidate]:
-    """Return new candidates: the best plan with each averager, and the best averager with the next best plans."""
-    ranked = _ranked(results, machine)
-    best, *others = [choice.candidate for choice in ranked if choice.fits] or [ranked[0].candidate]
+def _variations_of_best(results: list[Result], machine: Machine, space: SearchSpace) -> list[Candidate]:
+    """Return new candidates: the fastest plan with each averager, and the fastest averager with the next best plans."""
+    in_order = sorted(results, key=lambda result: result[1].step.seconds)
+    best, *others = [one for one, prediction in in_order if prediction.memory_bytes <= machine.memory_bytes] or [in_order[0][0]]
     wanted = [replace(best, averager=choice) for choice in space.averager_choices]
     plans = list(dict.fromkeys((other.plan.rows, other.micro_batches) for other in others))[:_NEXT_PLANS]
     for of_plan in plans:
@@ -294,14 +316,18 @@ def _is_pure_batch(candidate: Candidate) -> bool:
     return plan.rows == 1 or {plan.default, *plan.use.values()} == {Parallelism.BATCH}
 
 
-def _ranked(results: Iterable[tuple[Candidate, Prediction]], machine: Machine) -> tuple[SearchChoice, ...]:
-    def order(result: tuple[Candidate, Prediction]) -> tuple[bool, float]:
+def _ranked(
+    results: Iterable[Result], machine: Machine, default: Candidate | None, stored: Candidate | None
+) -> tuple[SearchChoice, ...]:
+    def order(result: Result) -> tuple[bool, float]:
         fits = result[1].memory_bytes <= machine.memory_bytes
         return not fits, result[1].step.seconds if fits else float(result[1].memory_bytes)
 
     in_order = sorted(results, key=order)
-    first = _simplest(in_order, machine)
-    in_order.sort(key=lambda result: result is not first)
+    fitting = [result for result in in_order if result[1].memory_bytes <= machine.memory_bytes]
+    if fitting:
+        first = _taken(fitting, default, stored)
+        in_order.sort(key=lambda result: result is not first)
     choices: list[SearchChoice] = []
     for candidate, prediction in in_order:
         why = reason(choices[-1].prediction, prediction, machine) if choices else ""
@@ -309,18 +335,37 @@ def _ranked(results: Iterable[tuple[Candidate, Prediction]], machine: Machine) -
     return tuple(choices)
 
 
-def _simplest(in_order: list[tuple[Candidate, Prediction]], machine: Machine) -> tuple[Candidate, Prediction]:
-    """Return the first result, or the best one with pure data parallelism if the first gains too little from splitting layers.
+def _taken(fitting: Sequence[Result], default: Candidate | None, stored: Candidate | None) -> Result:
+    """Return the result to take, from results that fit in memory, fastest first.
 
-    Prediction errors can exceed such a gain. Errors common to all candidates cancel; errors in the cost of split layers do not.
+    Prediction errors can exceed a small gain, so the default is taken unless another candidate is faster by more than
+    `UNCERTAIN_SHARE`. Among the candidates that are, one with pure data parallelism is taken unless split layers are faster by
+    more than `UNCERTAIN_SHARE`: errors common to all candidates cancel, but errors in the cost of split layers do not. Of equal
+    ones, the stored choice is taken, or the one that differs least from the default. The stored choice counts as a little
+    faster than it is, so that a new measurement does not change the choice.
     """
-    limit = in_order[0][1].step.seconds * (1 + UNCERTAIN_SHARE)
-    for result in in_order:
-        candidate, prediction = result
-        fits = prediction.memory_bytes <= machine.memory_bytes
-        if fits and prediction.step.seconds <= limit and candidate.plan.rows == candidate.micro_batches == 1:
-            return result
-    return in_order[0]
+
+    def seconds(result: Result) -> float:
+        return result[1].step.seconds * (1.0 - _NOISE_SHARE * (result[0] == stored))
+
+    def near_best(results: Sequence[Result], share: float) -> list[Result]:
+        limit = min(map(seconds, results)) * (1 + share)
+        return [result for result in results if seconds(result) <= limit]
+
+    usual = next((result for result in fitting if result[0] == default), None)
+    faster = [result for result in fitting if usual is None or seconds(result) * (1 + UNCERTAIN_SHARE) <= seconds(usual)]
+    if usual is not None and not faster:
+        return usual
+    pure = [one for one in near_best(faster, UNCERTAIN_SHARE) if _is_pure_batch(one[0]) and one[0].micro_batches == 1]
+    return min(near_best(pure or faster, EQUAL_SHARE), key=lambda result: _changes(result[0], default, stored))
+
+
+def _changes(candidate: Candidate, default: Candidate | None, stored: Candidate | None) -> tuple[object, ...]:
+    """Return a key by which equally fast candidates are sorted, independent of their times."""
+    plan, averager = candidate.plan, candidate.averager
+    usual = Candidate(ParallelPlan(1, candidate.ranks)) if default is None else default
+    changed = (plan.rows != usual.plan.rows) + (averager != usual.averager) + (candidate.micro_batches != usual.micro_batches)
+    return candidate != stored, changed, candidate.micro_batches, plan.rows, len(plan.use), averager.name, repr(candidate)
 
 
 def _fits_nowhere(job: Job, machine: Machine, ranks: int, choices: tuple[SearchChoice, ...]) -> ConfigError:

@@ -32,6 +32,7 @@ from hpctrain.planner.costs.compute_costs import ComputeCosts, RateCosts
 from hpctrain.planner.costs.machine import Machine
 from hpctrain.planner.costs.operator_work import is_move
 from hpctrain.planner.job import Candidate, Job
+from hpctrain.planner.search.advantage import advantage
 from hpctrain.planner.search.averaging_costs import AveragedParts
 from hpctrain.planner.search.estimates import Estimate, GridEstimates, patterns, unsplit_plan
 from hpctrain.planner.search.layer_costs import SegmentCosts, segments
@@ -245,7 +246,7 @@ BEST = prediction(CONV, FC)
         (prediction(CONV, FC, left_over=0.2), "0.2 s longer: 0.2 s more computed, most of it in the rest of the step"),
         (prediction(CONV, FC, Row("sums", "communication", exposed_seconds=0.5)), "0.5 s more exposed, most of it in sums"),
         (prediction(CONV, replace(FC, exposed_seconds=0.0101)), "as fast, within the accuracy of predictions"),
-        (prediction(CONV, replace(FC, compute_seconds=0.19)), "10 ms shorter, within the error of predictions for split layers"),
+        (prediction(CONV, replace(FC, compute_seconds=0.19)), "10 ms shorter, within the error of predictions"),
         (prediction(CONV, FC, memory_bytes=9 << 30), "does not fit: needs 9 GiB of 8 GiB"),
     ],
     ids=["exposed", "computed", "left over", "communication", "equal", "shorter", "memory"],
@@ -655,3 +656,17 @@ def test_the_papers_network_is_no_slower_than_in_the_paper() -> None:
     assert min(one.seconds for one in of_grids.values()) <= 11.2e-3
     assert of_grids[32].candidate.plan.use_of("classifier.1") is Parallelism.MODEL
     assert of_grids[32].candidate.plan.use_of("features.6") is Parallelism.BATCH
+
+
+def test_the_advantage_names_what_need_not_travel() -> None:
+    layers = {"flatten": Flatten(), "fc1": Linear(192, 2048), "fc2": Linear(2048, 2048), "fc3": Linear(2048, 10)}
+    slow = machine_of(alpha_seconds=1e-5, bytes_per_second=1e8)
+    job = job_of(Sequential(layers), (8, 8, 3), 256)
+    result = search(
+        job, slow, RateCosts(slow), 4, SearchSpace(fixed_averager=AveragerChoice("sharded", {"fc_exchange": "never"}))
+    )
+    words = advantage(job, result, slow)
+    assert "times as fast as averaging alone" in words
+    assert "of fc2's gradients need not travel" in words
+    fast = replace(slow, ranks_per_node=4)
+    assert advantage(job, search(job, fast, RateCosts(fast), 4), fast)
