@@ -89,15 +89,19 @@ class Jobs:
             JobError: it or another one failed, or the time is up; with the end of what it printed.
         """
         while (code := self._running[name].poll()) is None:
-            for other, process in self._running.items():
-                if other != name and process.poll() is not None:
-                    raise JobError(f"{other} ended with exit code {process.returncode}:\n{self._tail(other)}")
+            self.check(name)
             meanwhile()
             if time.monotonic() > self._give_up:
                 raise JobError(f"{name} did not end in time:\n{self._tail(name)}")
             time.sleep(0.1)
         if code:
             raise JobError(f"{name} ended with exit code {code}:\n{self._tail(name)}")
+
+    def check(self, may_end: str = "") -> None:
+        """Raise JobError if a process other than `may_end` has ended."""
+        for name, process in self._running.items():
+            if name != may_end and process.poll() is not None:
+                raise JobError(f"{name} ended with exit code {process.returncode}:\n{self._tail(name)}")
 
     def end(self) -> None:
         """End what still runs."""
@@ -128,31 +132,45 @@ def run_on_lab(chosen: argparse.Namespace, rate: str) -> dict[str, Any]:
         ranks = lab.hosts * chosen.ranks_per_host
         settings, out = write_settings(chosen, directory, ranks if chosen.peer_python else 0)
         if chosen.peer_python:
-            for rank in range(ranks):
-                command = ["env", *_PEER_ENVIRONMENT, chosen.peer_python, str(_ROOT / "benchmarks/ddp_peer.py"), str(settings)]
-                command += ["--socket", str(directory / f"peer{rank}"), "--rank", str(rank), "--ranks", str(ranks)]
-                command += ["--master", f"{lab.address(0)}:{_PORT}"]
-                running.start(f"pytorch rank {rank}", lab.on_host(rank // chosen.ranks_per_host, command))
+            start_peers(running, lab, chosen.peer_python, settings, ranks, chosen.ranks_per_host)
         running.start("job", lab.mpiexec(rank_command(settings), chosen.ranks_per_host))
         running.wait("job")
         return {"rate": rate, **json.loads(out.read_text())}
 
 
+def start_peers(running: Jobs, lab: Lab | None, python: str, settings: Path, ranks: int, ranks_per_host: int) -> None:
+    """Start PyTorch's ranks, which listen on sockets next to the settings: on the hosts of a laboratory, or a core each here."""
+    master = "127.0.0.1" if lab is None else lab.address(0)
+    for rank in range(ranks):
+        command = ["env", *_PEER_ENVIRONMENT, python, str(_ROOT / "benchmarks/ddp_peer.py"), str(settings)]
+        command += ["--socket", str(settings.with_name(f"peer{rank}")), "--rank", str(rank), "--ranks", str(ranks)]
+        command += ["--master", f"{master}:{_PORT}"]
+        if lab is None:
+            command = ["taskset", "-c", str(rank % (os.cpu_count() or 1)), "env", "GLOO_SOCKET_IFNAME=lo", *command]
+        else:
+            command = lab.on_host(rank // ranks_per_host, command)
+        running.start(f"pytorch rank {rank}", command)
+
+
 def run_on_shared_memory(chosen: argparse.Namespace) -> dict[str, Any]:
     """All rounds on this machine, one rank a core."""
-    launcher = find_mpiexec()
-    if launcher is None:
-        raise LabError("There is no mpiexec; install the package mpich into this environment.")
     with jobs(chosen.timeout) as (directory, running):
         settings, out = write_settings(chosen, directory, 0)
-        ranks = chosen.hosts * chosen.ranks_per_host
-        running.start("job", [launcher, "-bind-to", "core", "-n", str(ranks), *rank_command(settings)])
+        running.start("job", mpiexec_here(rank_command(settings), chosen.hosts * chosen.ranks_per_host))
         running.wait("job")
         return {"rate": SHARED_MEMORY, **json.loads(out.read_text())}
 
 
-def rank_command(settings: Path) -> list[str]:
-    return [sys.executable, "-m", "mpi4py", "-m", "benchmarks.overlap_ranks", str(settings)]
+def mpiexec_here(command: list[str], ranks: int) -> list[str]:
+    """The command line that runs `command` as an MPI job on this machine, a core each."""
+    launcher = find_mpiexec()
+    if launcher is None:
+        raise LabError("There is no mpiexec; install the package mpich into this environment.")
+    return [launcher, "-bind-to", "core", "-n", str(ranks), *command]
+
+
+def rank_command(settings: Path, program: str = "benchmarks.overlap_ranks") -> list[str]:
+    return [sys.executable, "-m", "mpi4py", "-m", program, str(settings)]
 
 
 def write_settings(chosen: argparse.Namespace, directory: Path, peers: int) -> tuple[Path, Path]:

@@ -27,7 +27,7 @@ from hpctrain.comm import mpi
 from hpctrain.comm.base import Communicator
 from hpctrain.comm.groups import ProcessGrid, levels, node_numbers
 from hpctrain.comm.progress import ProgressEngine, ProgressMode
-from hpctrain.data.loader import LoaderRank
+from hpctrain.data.loader import Batch, LoaderRank
 from hpctrain.models import catalogue
 from hpctrain.nn.network import Network
 from hpctrain.optim.optimizers import Sgd
@@ -71,36 +71,32 @@ class Settings:
 
 @dataclass
 class Variant:
-    """One strategy, ready to step. calls: maximum number of MPI calls of a test; 0: as usual."""
+    """One strategy, ready to step.
+
+    Attributes:
+        lead, steps: untimed and timed steps of a turn.
+        calls: maximum number of MPI calls of a test; 0: as usual.
+    """
 
     replica: Replica
+    batch: Batch
     counters: Counters
     mode: ProgressMode
     warmup: int
+    lead: int
+    steps: int
     calls: int = 0
 
 
-class Rank:
-    """All that one rank measures. Every method is collective."""
+class Turns:
+    """A rank of a job whose variants step in turn, and PyTorch's rank next to it. Every method is collective."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, deadline_seconds: float) -> None:
         self._begin = time.perf_counter()
-        self.settings = settings
-        self.shape = Shape(**settings.shape)
-        self.world = mpi.world(settings.deadline_seconds)
-        self.progress = ProgressEngine(rank=self.world.rank, deadline_seconds=settings.deadline_seconds, abort=self.world.abort)
-        side = self.shape.pixels
-        self.network = Network(
-            catalogue.build(self.shape.family, self.shape.options), (side, side, 3), make_backend(settings.kernels).kernels
-        )
-        place: LoaderRank = {"rank": self.world.rank, "ranks": self.world.size, "split_size": 1, "tiles": None, "shards": None}
-        self.batch = made_up_batch(self.shape, place)
+        self.world = mpi.world(deadline_seconds)
+        self.progress = ProgressEngine(rank=self.world.rank, deadline_seconds=deadline_seconds, abort=self.world.abort)
         self.bare_comm = self._split("bare")
-        self.nodes = node_numbers(self.world, self.world.split_shared_memory("node"))
-        self._own_part = np.zeros(self.network.groups["all"].size, np.float32)
-        self.mode = ProgressMode(settings.progress)
-        self.variants = {name: self._variant(name, choice) for name, choice in settings.variants.items()}
-        self.peer = Peer(settings.peers[self.world.rank]) if settings.peers else None
+        self.peer: Peer | None = None
 
     def _split(self, name: str) -> Communicator:
         comm = self.world.split(0, self.world.rank, name)
@@ -112,29 +108,6 @@ class Rank:
         if self.world.rank == 0:
             print(f"{time.perf_counter() - self._begin:7.1f} s  {what}", file=sys.stderr, flush=True)
 
-    def _variant(self, name: str, choice: tuple[str, dict[str, Any]] | None) -> Variant:
-        counters = Counters()
-        groups = GridGroups(ProcessGrid(CountingCommunicator(self.world, counters), 1, self.world.size))
-        if choice is None:  # one rank's blocking averaging is the local update, whole
-            choice, groups = ("blocking", {}), groups.alone()
-        averager, options = choice
-        replica = Replica(
-            self.network,
-            groups=groups,
-            progress=self.progress,
-            strategy=AveragerChoice(averager, options).strategy,
-            optimizer=partial(Sgd, momentum=0.9),
-            nominal_batch=self.batch.global_count,
-        )
-        replica.agree()
-        # Where nothing travels under a kernel, no look is needed: not under the compute that all others are compared with either.
-        mode = ProgressMode.NONE if averager == "blocking" else self.mode
-        asked, _, calls = name.partition("@")[2].partition("+")
-        mode = ProgressMode(asked) if asked else mode
-        # Orders that follow from measurements need their steps; for all others two make connections and buffers.
-        warmup = self.settings.warmup if hasattr(replica.strategies["all"].options, "replan") else 2
-        return Variant(replica, counters, mode, warmup, int(calls or 0))
-
     def barrier(self) -> None:
         self.progress.wait(self.progress.queue(self.bare_comm).post(self.bare_comm.ibarrier, "barrier"))
 
@@ -144,25 +117,24 @@ class Rank:
         The timed steps start and end with the previous step's messages on their way, so what such a strategy leaves to the next
         forward is paid for; bytes are those of the whole turn.
         """
-        settings = self.settings
         self._apply(variant)
         self.barrier()
         sent, counted = sent_bytes(), variant.counters.snapshot()
-        for _ in range(settings.lead):
+        for _ in range(variant.lead):
             self._step(variant)
         begin, cpu, waited = time.perf_counter(), cpu_seconds(), self.progress.waited_seconds
-        for _ in range(settings.steps):
+        for _ in range(variant.steps):
             self._step(variant)
         seconds = time.perf_counter() - begin
         cpu, waited = cpu_seconds() - cpu, self.progress.waited_seconds - waited
         self._settle(variant)
-        steps = settings.lead + settings.steps
+        steps = variant.lead + variant.steps
         since = variant.counters.since(counted)
         exchanged = since.total().exchanged_bytes - since.total("messages").exchanged_bytes
         return {
-            "step_seconds": seconds / settings.steps,
-            "waited_seconds": waited / settings.steps,
-            "cpu_seconds": cpu / settings.steps,
+            "step_seconds": seconds / variant.steps,
+            "waited_seconds": waited / variant.steps,
+            "cpu_seconds": cpu / variant.steps,
             "link_bytes": (sent_bytes() - sent) / steps,
             "payload_bytes": exchanged / steps,
         }
@@ -185,15 +157,70 @@ class Rank:
         self._settle(variant)
 
     def _step(self, variant: Variant) -> None:
-        variant.replica.step(self.batch, _LR)
+        variant.replica.step(variant.batch, _LR)
 
-    def peer_turn(self, kind: str) -> dict[str, float]:
+    def all_rounds(self, turns: Mapping[str, Callable[[], dict[str, float]]], rounds: int) -> dict[str, list[dict[str, float]]]:
+        """All turns; the order within a round moves on by one each time, so that no variant always comes after the same one."""
+        measured: dict[str, list[dict[str, float]]] = {name: [] for name in turns}
+        names = list(turns)
+        for number in range(rounds):
+            at = number % len(names)
+            self.say(f"round {number + 1} of {rounds}")
+            for name in names[at:] + names[:at]:
+                measured[name].append(turns[name]())
+        return measured
+
+    def peer_turn(self, kind: str, lead: int, steps: int) -> dict[str, float]:
         """The peer's turn; this rank sleeps meanwhile."""
         assert self.peer is not None
         self.barrier()
-        found = self.peer.turn(kind, self.settings.lead, self.settings.steps)
+        found = self.peer.turn(kind, lead, steps)
         self.barrier()
         return found
+
+
+class Rank(Turns):
+    """All that one rank measures."""
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__(settings.deadline_seconds)
+        self.settings = settings
+        self.shape = Shape(**settings.shape)
+        side = self.shape.pixels
+        self.network = Network(
+            catalogue.build(self.shape.family, self.shape.options), (side, side, 3), make_backend(settings.kernels).kernels
+        )
+        place: LoaderRank = {"rank": self.world.rank, "ranks": self.world.size, "split_size": 1, "tiles": None, "shards": None}
+        self.batch = made_up_batch(self.shape, place)
+        self.nodes = node_numbers(self.world, self.world.split_shared_memory("node"))
+        self._own_part = np.zeros(self.network.groups["all"].size, np.float32)
+        self.mode = ProgressMode(settings.progress)
+        self.variants = {name: self._variant(name, choice) for name, choice in settings.variants.items()}
+        self.peer = Peer(settings.peers[self.world.rank]) if settings.peers else None
+
+    def _variant(self, name: str, choice: tuple[str, dict[str, Any]] | None) -> Variant:
+        counters = Counters()
+        groups = GridGroups(ProcessGrid(CountingCommunicator(self.world, counters), 1, self.world.size))
+        if choice is None:  # one rank's blocking averaging is the local update, whole
+            choice, groups = ("blocking", {}), groups.alone()
+        averager, options = choice
+        replica = Replica(
+            self.network,
+            groups=groups,
+            progress=self.progress,
+            strategy=AveragerChoice(averager, options).strategy,
+            optimizer=partial(Sgd, momentum=0.9),
+            nominal_batch=self.batch.global_count,
+        )
+        replica.agree()
+        # Where nothing travels under a kernel, no look is needed: not under the compute that all others are compared with either.
+        mode = ProgressMode.NONE if averager == "blocking" else self.mode
+        asked, _, calls = name.partition("@")[2].partition("+")
+        mode = ProgressMode(asked) if asked else mode
+        # Orders that follow from measurements need their steps; for all others two make connections and buffers.
+        warmup = self.settings.warmup if hasattr(replica.strategies["all"].options, "replan") else 2
+        lead, steps = self.settings.lead, self.settings.steps
+        return Variant(replica, self.batch, counters, mode, warmup, lead, steps, int(calls or 0))
 
     def bare(self, exchanged: int) -> dict[str, float]:
         """A bare reduce-scatter and allgather in which each rank exchanges `exchanged` bytes; its CPU time and its duration.
@@ -301,7 +328,7 @@ class Peer:
 
 
 def measure(rank: Rank) -> dict[str, Any]:
-    """All rounds; the order within a round moves on by one each time, so that no variant always comes after the same one."""
+    """The facts of the job and all rounds."""
     payloads = rank.formula_bytes(rank.world.size)
     for name, variant in rank.variants.items():
         rank.say(f"warm-up of {name}")
@@ -314,16 +341,10 @@ def measure(rank: Rank) -> dict[str, Any]:
         name: partial(rank.turn, variant) for name, variant in rank.variants.items()
     }
     if rank.peer is not None:
-        turns |= {f"peer {kind}": partial(rank.peer_turn, kind) for kind in PEER_KINDS}
+        lead, steps = rank.settings.lead, rank.settings.steps
+        turns |= {f"peer {kind}": partial(rank.peer_turn, kind, lead, steps) for kind in PEER_KINDS}
     turns |= {f"bare {kind}": partial(rank.bare, size) for kind, size in payloads.items()}
-    measured: dict[str, list[dict[str, float]]] = {name: [] for name in turns}
-    names = list(turns)
-    for number in range(rank.settings.rounds):
-        at = number % len(names)
-        rank.say(f"round {number + 1} of {rank.settings.rounds}")
-        for name in names[at:] + names[:at]:
-            measured[name].append(turns[name]())
-    return {"facts": facts, "rounds": measured}
+    return {"facts": facts, "rounds": rank.all_rounds(turns, rank.settings.rounds)}
 
 
 def mean_over_ranks(all_ranks: list[Mapping[str, list[dict[str, float]]]]) -> dict[str, list[dict[str, float]]]:

@@ -1,0 +1,209 @@
+"""The ranks of `auto.py`: one job that chooses its layout as `train` does, and then steps the choice and its rivals in turn.
+
+Started by `auto.py` as `python -m mpi4py -m benchmarks.auto_ranks SETTINGS`. Variants on the same grid and plan share a network.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from benchmarks.auto import TrialJob
+from benchmarks.overlap_ranks import Peer, Turns, Variant, mean_over_ranks
+from benchmarks.shapes import made_up_batch
+from hpctrain.assembly.recipe import describe
+from hpctrain.averaging.averagers import AveragerChoice
+from hpctrain.comm.groups import ProcessGrid
+from hpctrain.comm.progress import ProgressMode
+from hpctrain.config.load import from_mapping
+from hpctrain.job.automatic_choice import Resolved, chosen_words
+from hpctrain.job.session import StartedJob
+from hpctrain.launch.scheduler import age_seconds
+from hpctrain.nn.network import Network
+from hpctrain.parallel.groups import GridGroups
+from hpctrain.parallel.parallel_plan import ParallelPlan
+from hpctrain.parallel.rank_graph import make_network
+from hpctrain.planner.job import Candidate
+from hpctrain.planner.planned_run import PlannedRun, prepare
+from hpctrain.planner.program.step_program import predict
+from hpctrain.planner.search.configured_search import with_candidate
+from hpctrain.planner.search.search import SearchResult
+from hpctrain.run import automatic_search
+from hpctrain.training.replica import Replica
+from hpctrain_testing.virtual.counters import Counters, CountingCommunicator
+
+DDP = "ddp"
+_DEADLINE_SECONDS = 120.0
+_TURN_SECONDS = 0.3  # timed steps of a turn take at least this time
+_LONG_SECONDS = 1.0  # one timed step suffices
+_VERY_LONG_SECONDS = 2.0  # caches that other variants have filled do not matter
+_MEASURING_STEPS = 6
+_OWN_STEP = ("bucketed", DDP)  # what sends nothing under the next forward needs no untimed step
+# Phases of the choice, by the functions that the choice calls.
+_PHASES = ("measured", "measured_times", "search")
+
+
+class Recorder:
+    """Arguments, result and seconds of the last call of each function of the choice on this rank, by name."""
+
+    def __init__(self) -> None:
+        self.arguments: dict[str, tuple[Any, ...]] = {}
+        self.results: dict[str, Any] = {}
+        self.seconds: dict[str, float] = {}
+        for name in _PHASES:
+            function = getattr(automatic_search, name, None)
+            if function is not None:
+                setattr(automatic_search, name, partial(self._call, name, function))
+
+    def _call(self, name: str, function: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
+        begin = time.perf_counter()
+        self.results[name] = function(*arguments, **keywords)
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - begin
+        self.arguments[name] = arguments
+        return self.results[name]
+
+
+class AutoRank(Turns):
+    """All that one rank measures."""
+
+    def __init__(self, job: TrialJob) -> None:
+        super().__init__(_DEADLINE_SECONDS)
+        self.job = job
+        recorder = Recorder()
+        started = StartedJob(self.world, 1, _DEADLINE_SECONDS)
+        begin = time.perf_counter()
+        resolved = automatic_search.choose(from_mapping(job.config)[0], started, None)
+        self.choice: dict[str, Any] = {
+            "choice_seconds": time.perf_counter() - begin,
+            "start_seconds": age_seconds(),
+            "phases": recorder.seconds,
+            "lines": list(resolved.lines),
+        }
+        self.say(f"chosen: {'; '.join(resolved.lines)}; {recorder.seconds}")
+        tasks = self._tasks(resolved, started.on_root(lambda: _second(recorder)))
+        self.names = {name: _words(task) for name, task in tasks.items()}
+        self.tasks = {_words(task): task for task in tasks.values()}  # a variant that equals another is measured once
+        self.predicted = started.on_root(lambda: _predicted(self.tasks, recorder))
+        self._networks: dict[str, Network] = {}
+        self.variants = {name: self._variant(task) for name, task in self.tasks.items()}
+
+    def _tasks(self, resolved: Resolved, second: Candidate | None) -> dict[str, PlannedRun]:
+        """The variants by name."""
+        alone, config = ParallelPlan(1, self.world.size), resolved.recipe.config
+        candidates = {"default": Candidate(alone)}
+        candidates |= {name: Candidate(alone, AveragerChoice(name)) for name in ("bucketed", "priority")}
+        candidates |= {} if second is None else {"second": second}
+        configs = {name: with_candidate(config, candidate) for name, candidate in candidates.items()}
+        configs["auto"] = config
+        return {name: prepare(one, self.world.size, backend=resolved.backend) for name, one in configs.items()}
+
+    def _variant(self, task: PlannedRun) -> Variant:
+        recipe, config, counters = task.recipe, task.config, Counters()
+        plan, backend = recipe.plan, recipe.backend
+        groups = GridGroups(ProcessGrid(CountingCommunicator(self.world, counters), plan.rows, plan.cols))
+        assert backend is not None
+        key = describe(recipe.checked_plan)
+        if key not in self._networks:
+            self._networks[key] = make_network(
+                recipe.model,
+                recipe.image_shape,
+                backend.kernels,
+                groups=groups,
+                progress=self.progress,
+                plan=plan,
+                dtype=backend.dtype,
+                seed=config.seed,
+            )
+        replica = Replica(
+            self._networks[key],
+            groups=groups,
+            progress=self.progress,
+            strategy=recipe.averager.strategy,
+            optimizer=recipe.make_optimizer,
+            nominal_batch=config.batch,
+            micro_batches=config.micro_batches,
+        )
+        replica.agree()
+        # Orders that follow from measurements need their steps; for all others two make connections and buffers.
+        measures = any(hasattr(strategy.options, "replan") for strategy in replica.strategies.values())
+        batch = made_up_batch(self.job, replica.place)
+        return Variant(replica, batch, counters, ProgressMode(config.progress), _MEASURING_STEPS if measures else 2, 1, 1)
+
+    def measure(self, rounds: int, peer: str | None) -> dict[str, list[dict[str, float]]]:
+        """All rounds of this rank.
+
+        Args:
+            peer: socket of PyTorch's rank; None: no peer.
+        """
+        turns: dict[str, Callable[[], dict[str, float]]] = {}
+        for words, variant in self.variants.items():
+            self.say(f"warm-up of {words}")
+            self.warm_up(variant)
+            variant.lead, variant.steps = 0, 1
+            variant.lead, variant.steps = self._pace(self.turn(variant), self.tasks[words].config.averager.name)
+            turns[words] = partial(self.turn, variant)
+        if peer is not None:
+            self.peer = Peer(peer)
+            self.choice["peer"] = self.peer.facts
+            turns[DDP] = partial(self.peer_turn, DDP, *self._pace(self.peer_turn(DDP, 0, 1), DDP))
+        return self.all_rounds(turns, rounds)
+
+    def _pace(self, turn: Mapping[str, float], averager: str) -> tuple[int, int]:
+        """The untimed and timed steps of a turn, given one step; the same on all ranks."""
+        seconds = max(self.world.allgather_object(turn["step_seconds"]))
+        self.say(f"{averager}: {seconds:.3f} s")
+        if seconds < _LONG_SECONDS:
+            return 1, max(2, math.ceil(_TURN_SECONDS / seconds))
+        return int(seconds < _VERY_LONG_SECONDS or averager not in _OWN_STEP), 1
+
+
+def _words(task: PlannedRun) -> str:
+    averager = task.config.averager
+    return chosen_words(task.recipe.checked_plan, averager.name, averager.options)
+
+
+def _searched(recorder: Recorder) -> SearchResult:
+    if "search" not in recorder.results:
+        raise RuntimeError("The choice ended without a search, so its machine is unknown; give it an empty cache.")
+    result: SearchResult = recorder.results["search"]
+    return result
+
+
+def _second(recorder: Recorder) -> Candidate | None:
+    choices = _searched(recorder).choices
+    return choices[1].candidate if len(choices) > 1 else None
+
+
+def _predicted(tasks: Mapping[str, PlannedRun], recorder: Recorder) -> dict[str, dict[str, float]]:
+    """The predicted step of each variant, with the machine and the times of the search."""
+    _searched(recorder)
+    job, machine, costs, _, space = recorder.arguments["search"][:5]
+    found = {}
+    for words, task in tasks.items():
+        prediction = predict(job, task.candidate, machine, costs, space.options)
+        step = prediction.step
+        found[words] = {"seconds": step.seconds, "exposed_seconds": step.exposed_seconds, "share": prediction.measured_share}
+    return found
+
+
+def main(arguments: list[str] | None = None) -> int:
+    (path,) = sys.argv[1:] if arguments is None else arguments
+    settings = json.loads(Path(path).read_text())
+    rank = AutoRank(TrialJob(**settings["job"]))
+    peers = settings["peers"]
+    rounds = rank.measure(settings["rounds"], peers[rank.world.rank] if peers else None)
+    everyone = rank.world.allgather_object(rounds)
+    if rank.world.rank == 0:
+        result = {**rank.choice, "names": rank.names, "predicted": rank.predicted, "rounds": mean_over_ranks(everyone)}
+        Path(settings["out"]).write_text(json.dumps(result))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
