@@ -15,8 +15,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
 from math import prod
@@ -25,18 +24,20 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from benchmarks import auto_report
-from benchmarks.overlap import JobError, Jobs, jobs, mpiexec_here, rank_command, start_peers
+from benchmarks.overlap import JobError, run_job
 from benchmarks.overlap_report import SHARED_MEMORY
+from benchmarks.pairs import Interval, ratio
 from hpctrain.bench.machine import machine_facts
 from hpctrain.core.errors import ShapeError
 from hpctrain.models import catalogue
 from hpctrain.nn.network import Lowering, declared
 from hpctrain.runs.directory import git_state
 from hpctrain.storage.atomic_write import write_json
-from hpctrain_testing.lab import Lab, missing, take_down_at_termination
+from hpctrain_testing.lab import missing, take_down_at_termination
 
 Value = TypeVar("Value")
+
+DDP = "ddp"
 
 OFFICIAL_SEED = 59
 _HOSTS = 2
@@ -52,8 +53,11 @@ _ALONE, _SHARING = 24, 8  # jobs of one rank a host, and of two ranks, which sha
 # parallelism with three averagers, those of two plans, and PyTorch's.
 _PARAMETER_ARRAYS, _ACTIVATION_ARRAYS = 12, 6
 _MEMORY_BYTES = 18 << 30  # of all ranks
+_JOB_SECONDS = 600.0
+_SLOW_LINKS = _RATES[:2]
+_COLUMNS = ("default", "bucketed", "priority", "second", "auto", DDP)
+_ROW = "{:>2} {:<56}" + " {:>8}" * len(_COLUMNS) + " {:>21} {:>21} {:>21} {:>5} {:>9} {:>6}  {}"
 _ROOT = Path(__file__).resolve().parent.parent
-_START_SECONDS = 120.0
 
 
 @dataclass(frozen=True)
@@ -126,8 +130,7 @@ def draw(seed: int) -> list[TrialJob]:
 
 
 def _drawn(random: np.random.Generator, count: int, ranks_per_host: int, rates: Sequence[str]) -> list[TrialJob]:
-    large = _PIXELS[1]  # no network is too large for these, but some are for the smallest
-    networks = [one for one in _NETWORKS if TrialJob(one, _BATCHES[0], large, rates[0], ranks_per_host).possible]
+    networks = [one for one in _NETWORKS if TrialJob(one, _BATCHES[0], _PIXELS[1], rates[0], ranks_per_host).possible]
     edges = np.linspace(_PIXELS[0], _PIXELS[1] + 1, count + 1)
     while True:
         sizes = random.permutation(random.uniform(edges[:-1], edges[1:]).astype(int)).tolist()
@@ -144,69 +147,77 @@ def _evenly(random: np.random.Generator, values: Sequence[Value], count: int) ->
     return [values[place] for place in random.permutation(places)]
 
 
-@contextmanager
-def _hosts(job: TrialJob) -> Iterator[Lab | None]:
-    """The laboratory of a job; None in shared memory."""
-    if job.rate == SHARED_MEMORY:
-        yield None
-    else:
-        with Lab(_HOSTS, job.rate) as lab:
-            yield lab
+class Measured:
+    """The figures of one job. `names` has the words of each variant; several that are the same were measured once.
 
-
-def measure(job: TrialJob, rounds: int, peer_python: str | None, timeout_seconds: float) -> dict[str, Any]:
-    """All rounds of a job.
-
-    PyTorch's ranks are ready before hpctrain's start, so that nothing disturbs the choice.
+    Speeds are those of `auto` over another variant, medians of pairs of the same round; accuracy is 1 - |predicted - measured| /
+    measured.
     """
-    with _hosts(job) as lab, jobs(timeout_seconds) as (directory, running):
-        settings, out = directory / "settings.json", directory / "result.json"
-        peers = [str(directory / f"peer{rank}") for rank in range(job.ranks)] if peer_python else []
-        shape = {"model": job.model, "classes": job.classes, "pixels": job.pixels, "batch": job.batch}
-        values = {"job": asdict(job), "shape": shape, "rounds": rounds, "out": str(out), "peers": peers, "nice": 0}
-        settings.write_text(json.dumps(values))
-        if peer_python:
-            start_peers(running, lab, peer_python, settings, job.ranks, job.ranks_per_host)
-            _wait_for(peers, running)
-        command = ["env", f"XDG_CACHE_HOME={directory}", *rank_command(settings, "benchmarks.auto_ranks")]
-        running.start("job", mpiexec_here(command, job.ranks) if lab is None else lab.mpiexec(command, job.ranks_per_host))
-        running.wait("job")
-        found: dict[str, Any] = json.loads(out.read_text())
-        return found
+
+    def __init__(self, found: Mapping[str, Any]) -> None:
+        self.name, self.rate, self.start_seconds = found["name"], found["job"]["rate"], found["start_seconds"]
+        seconds = {words: [turn["step_seconds"] for turn in turns] for words, turns in found["rounds"].items()}
+        self.names = {**found["names"], **({DDP: DDP} if DDP in seconds else {})}
+        self.median = {words: float(np.median(of_words)) for words, of_words in seconds.items()}
+        pick = self.names["auto"]
+        self.over = {name: ratio(seconds[words], seconds[pick]) for name, words in self.names.items()}
+        self.over_fastest: Interval = ratio(min(seconds.values(), key=np.median), seconds[pick])
+        self.predicted = {words: step["seconds"] / self.median[words] for words, step in found["predicted"].items()}
+        self.accuracy = {words: 1 - abs(share - 1) for words, share in self.predicted.items()}
+
+    def row(self, number: int) -> str:
+        """The job as a line of the table."""
+        steps = [f"{self.median[self.names[name]]:.3f}" if name in self.names else "" for name in _COLUMNS]
+        pick, worst = self.names["auto"], min(self.predicted, key=lambda words: self.accuracy[words])
+        ratios = [str(one) for one in (self.over_fastest, self.over["default"], self.over.get(DDP, ""))]
+        shares = [f"{self.predicted[words]:.2f}" for words in (pick, worst)]
+        return _ROW.format(number, self.name, *steps, *ratios, *shares, f"{self.start_seconds:.1f}", pick)
 
 
-def _wait_for(sockets: Sequence[str], running: Jobs) -> None:
-    give_up = time.monotonic() + _START_SECONDS
-    while not all(Path(one).exists() for one in sockets):
-        running.check()
-        if time.monotonic() > give_up:
-            raise JobError(f"PyTorch's ranks were not ready after {_START_SECONDS:g} s.")
-        time.sleep(0.1)
+def report(result: Mapping[str, Any], say: Callable[[str], None] = print) -> None:
+    """Print a row for each job, and for each bar what was measured, with the jobs that miss it."""
+    say(f"seed {result['seed']}; {result['machine']}")
+    titles = ("auto over fastest", "over default", "over DDP", "p/m", "worst p/m", "start", "choice")
+    say(_ROW.format("", "job", *(f"{name}, s" for name in _COLUMNS), *titles))
+    jobs = [(int(number), Measured(found)) for number, found in result["jobs"].items()]
+    for number, job in sorted(jobs, key=lambda one: one[0]):
+        say(job.row(number))
+    accuracy = {f"{job.name}: {words}": value for _, job in jobs for words, value in job.accuracy.items()}
+    over_ddp = {job.name: job.over[DDP].median for _, job in jobs if DDP in job.over}
+    slow = {job.name: over_ddp[job.name] for _, job in jobs if job.name in over_ddp and job.rate in _SLOW_LINKS}
+    _bar(say, "auto over the fastest variant, in all jobs but 3", {job.name: job.over_fastest.median for _, job in jobs}, 0.97, 3)
+    _bar(say, "auto over the default", {job.name: job.over["default"].median for _, job in jobs}, 0.95)
+    _bar(say, "auto over DDP at 1.2 Gb/s and below", slow, 1.25)
+    _bar(say, "auto over DDP, median", {"all jobs": float(np.median([*over_ddp.values()]))}, 1.6)
+    _bar(say, "accuracy of predictions, mean", {"all variants": float(np.mean([*accuracy.values()]))}, 0.95)
+    _bar(say, "accuracy of each prediction", accuracy, 0.85)
+
+
+def _bar(say: Callable[[str], None], what: str, values: Mapping[str, float], least: float, may_miss: int = 0) -> None:
+    ordered = sorted((value, name) for name, value in values.items())
+    missing = [(value, name) for value, name in ordered if value < least]
+    mark = "met   " if len(missing) <= may_miss else "MISSED"
+    say(f"{mark} {what}, at least {least}: {len(values) - len(missing)} of {len(values)}")
+    for value, name in missing or ordered[:1]:
+        say(f"     {value:.3f}  {name}")
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=OFFICIAL_SEED)
     parser.add_argument("--list", action="store_true", help="print the jobs; runs nothing")
-    parser.add_argument("--jobs", default=f"0-{_ALONE + _SHARING - 1}", help="numbers and ranges; measured ones are skipped")
+    parser.add_argument("--jobs", default=f"0-{_ALONE + _SHARING - 1}", help="a number or a range; measured ones are skipped")
     parser.add_argument("--peer-python", help="a Python with torch and torchvision; none: no peer")
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--timeout", type=float, default=600.0, help="seconds that one job may take")
     parser.add_argument("--out", type=Path, default=_ROOT / "benchmarks/results/auto.json")
     parser.add_argument("--report", action="store_true", help="print the table and the bars of --out; runs nothing")
     return parser.parse_args(arguments)
 
 
-def numbers(text: str) -> list[int]:
-    """The numbers of "0-3,7"."""
-    ends = [part.partition("-") for part in text.split(",")]
-    return [number for low, _, high in ends for number in range(int(low), int(high or low) + 1)]
-
-
 def main(arguments: list[str] | None = None) -> int:
     chosen = parse(arguments)
     if chosen.report:
-        auto_report.report(json.loads(chosen.out.read_text()))
+        report(json.loads(chosen.out.read_text()))
         return 0
     drawn = draw(chosen.seed)
     if chosen.list:
@@ -220,20 +231,25 @@ def main(arguments: list[str] | None = None) -> int:
     result = json.loads(chosen.out.read_text()) if chosen.out.exists() else fresh
     if result["seed"] != chosen.seed:
         raise SystemExit(f"{chosen.out} has jobs of seed {result['seed']}; choose another file with --out.")
-    for number in numbers(chosen.jobs):
+    (low, _, high), failed = chosen.jobs.partition("-"), 0
+    for number in range(int(low), int(high or low) + 1):
         if str(number) in result["jobs"]:
             continue
         begin, job = time.monotonic(), drawn[number]
+        values = {"job": asdict(job), "shape": {**asdict(job), "classes": job.classes}, "rounds": chosen.rounds, "nice": 0}
         print(f"{number}: {job}", flush=True)
         try:
-            found = measure(job, chosen.rounds, chosen.peer_python, chosen.timeout)
+            place = {"rate": job.rate, "hosts": _HOSTS, "ranks_per_host": job.ranks_per_host}
+            found = run_job("benchmarks.auto_ranks", values, **place, peer_python=chosen.peer_python, timeout=_JOB_SECONDS)
         except JobError as failure:
-            raise SystemExit(f"job {number}, {job}: {failure}") from None
+            print(f"{number}: {job} failed: {failure}", file=sys.stderr, flush=True)
+            failed += 1
+            continue
         facts = {"job": asdict(job), "name": str(job), "git": git_state(_ROOT), "seconds": time.monotonic() - begin}
         result["jobs"][str(number)] = facts | found
         write_json(chosen.out, result)
-        auto_report.report_job(number, result["jobs"][str(number)])
-    return 0
+        print(Measured(result["jobs"][str(number)]).row(number), flush=True)
+    return int(failed > 0)
 
 
 if __name__ == "__main__":

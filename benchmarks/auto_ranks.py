@@ -10,11 +10,12 @@ import math
 import sys
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.auto import TrialJob
+from benchmarks.auto import DDP, TrialJob
 from benchmarks.overlap_ranks import Peer, Turns, Variant, mean_over_ranks
 from benchmarks.shapes import made_up_batch
 from hpctrain.assembly.recipe import describe
@@ -38,35 +39,48 @@ from hpctrain.run import automatic_search
 from hpctrain.training.replica import Replica
 from hpctrain_testing.virtual.counters import Counters, CountingCommunicator
 
-DDP = "ddp"
 _DEADLINE_SECONDS = 120.0
 _TURN_SECONDS = 0.3  # timed steps of a turn take at least this time
 _LONG_SECONDS = 1.0  # one timed step suffices
-_VERY_LONG_SECONDS = 2.0  # caches that other variants have filled do not matter
 _MEASURING_STEPS = 6
 _OWN_STEP = ("bucketed", DDP)  # what sends nothing under the next forward needs no untimed step
 # Phases of the choice, by the functions that the choice calls.
 _PHASES = ("measured", "measured_times", "search")
 
 
-class Recorder:
-    """Arguments, result and seconds of the last call of each function of the choice on this rank, by name."""
+@dataclass
+class Recorded:
+    """The calls of functions of the choice on this rank: seconds by name, and arguments and result of the search."""
 
-    def __init__(self) -> None:
-        self.arguments: dict[str, tuple[Any, ...]] = {}
-        self.results: dict[str, Any] = {}
-        self.seconds: dict[str, float] = {}
+    seconds: dict[str, float] = field(default_factory=dict)
+    arguments: tuple[Any, ...] = ()
+    result: SearchResult | None = None
+
+    def __post_init__(self) -> None:
         for name in _PHASES:
-            function = getattr(automatic_search, name, None)
-            if function is not None:
-                setattr(automatic_search, name, partial(self._call, name, function))
+            setattr(automatic_search, name, partial(self._call, name, getattr(automatic_search, name)))
 
     def _call(self, name: str, function: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
         begin = time.perf_counter()
-        self.results[name] = function(*arguments, **keywords)
-        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - begin
-        self.arguments[name] = arguments
-        return self.results[name]
+        result = function(*arguments, **keywords)
+        self.seconds[name] = time.perf_counter() - begin
+        if name == "search":
+            self.arguments, self.result = arguments, result
+        return result
+
+    def second(self) -> Candidate | None:
+        """The second of the search's choices."""
+        assert self.result is not None, "the choice was stored; an empty cache makes it search"
+        return self.result.choices[1].candidate if len(self.result.choices) > 1 else None
+
+    def predicted(self, tasks: Mapping[str, PlannedRun]) -> dict[str, dict[str, float]]:
+        """The predicted step of each task, with the machine and the times of the search."""
+        job, machine, costs, _, space = self.arguments
+        found = {}
+        for words, task in tasks.items():
+            step = predict(job, task.candidate, machine, costs, space.options).step
+            found[words] = {"seconds": step.seconds, "exposed_seconds": step.exposed_seconds}
+        return found
 
 
 class AutoRank(Turns):
@@ -75,23 +89,18 @@ class AutoRank(Turns):
     def __init__(self, job: TrialJob) -> None:
         super().__init__(_DEADLINE_SECONDS)
         self.job = job
-        recorder = Recorder()
-        started = StartedJob(self.world, 1, _DEADLINE_SECONDS)
+        recorded, started = Recorded(), StartedJob(self.world, 1, _DEADLINE_SECONDS)
         begin = time.perf_counter()
         resolved = automatic_search.choose(from_mapping(job.config)[0], started, None)
-        self.choice: dict[str, Any] = {
-            "choice_seconds": time.perf_counter() - begin,
-            "start_seconds": age_seconds(),
-            "phases": recorder.seconds,
-            "lines": list(resolved.lines),
-        }
-        self.say(f"chosen: {'; '.join(resolved.lines)}; {recorder.seconds}")
-        tasks = self._tasks(resolved, started.on_root(lambda: _second(recorder)))
+        seconds = {"choice_seconds": time.perf_counter() - begin, "start_seconds": age_seconds(), "phases": recorded.seconds}
+        self.choice: dict[str, Any] = {**seconds, "lines": list(resolved.lines)}
+        self.say(f"chosen: {self.choice}")
+        tasks = self._tasks(resolved, started.on_root(recorded.second))
         self.names = {name: _words(task) for name, task in tasks.items()}
         self.tasks = {_words(task): task for task in tasks.values()}  # a variant that equals another is measured once
-        self.predicted = started.on_root(lambda: _predicted(self.tasks, recorder))
+        self.predicted = started.on_root(lambda: recorded.predicted(self.tasks))
         self._networks: dict[str, Network] = {}
-        self.variants = {name: self._variant(task) for name, task in self.tasks.items()}
+        self.variants = {words: self._variant(task) for words, task in self.tasks.items()}
 
     def _tasks(self, resolved: Resolved, second: Candidate | None) -> dict[str, PlannedRun]:
         """The variants by name."""
@@ -105,25 +114,13 @@ class AutoRank(Turns):
 
     def _variant(self, task: PlannedRun) -> Variant:
         recipe, config, counters = task.recipe, task.config, Counters()
-        plan, backend = recipe.plan, recipe.backend
-        groups = GridGroups(ProcessGrid(CountingCommunicator(self.world, counters), plan.rows, plan.cols))
-        assert backend is not None
-        key = describe(recipe.checked_plan)
+        groups = GridGroups(ProcessGrid(CountingCommunicator(self.world, counters), task.plan.rows, task.plan.cols))
+        shared, key = {"groups": groups, "progress": self.progress}, describe(task.plan)
         if key not in self._networks:
-            self._networks[key] = make_network(
-                recipe.model,
-                recipe.image_shape,
-                backend.kernels,
-                groups=groups,
-                progress=self.progress,
-                plan=plan,
-                dtype=backend.dtype,
-                seed=config.seed,
-            )
+            self._networks[key] = make_network(recipe.model, recipe.image_shape, task.job.kernels, plan=recipe.plan, **shared)
         replica = Replica(
             self._networks[key],
-            groups=groups,
-            progress=self.progress,
+            **shared,
             strategy=recipe.averager.strategy,
             optimizer=recipe.make_optimizer,
             nominal_batch=config.batch,
@@ -136,16 +133,11 @@ class AutoRank(Turns):
         return Variant(replica, batch, counters, ProgressMode(config.progress), _MEASURING_STEPS if measures else 2, 1, 1)
 
     def measure(self, rounds: int, peer: str | None) -> dict[str, list[dict[str, float]]]:
-        """All rounds of this rank.
-
-        Args:
-            peer: socket of PyTorch's rank; None: no peer.
-        """
+        """All rounds of this rank. peer: socket of PyTorch's rank; None: no peer."""
         turns: dict[str, Callable[[], dict[str, float]]] = {}
         for words, variant in self.variants.items():
             self.say(f"warm-up of {words}")
             self.warm_up(variant)
-            variant.lead, variant.steps = 0, 1
             variant.lead, variant.steps = self._pace(self.turn(variant), self.tasks[words].config.averager.name)
             turns[words] = partial(self.turn, variant)
         if peer is not None:
@@ -160,36 +152,12 @@ class AutoRank(Turns):
         self.say(f"{averager}: {seconds:.3f} s")
         if seconds < _LONG_SECONDS:
             return 1, max(2, math.ceil(_TURN_SECONDS / seconds))
-        return int(seconds < _VERY_LONG_SECONDS or averager not in _OWN_STEP), 1
+        return int(averager not in _OWN_STEP), 1
 
 
 def _words(task: PlannedRun) -> str:
     averager = task.config.averager
-    return chosen_words(task.recipe.checked_plan, averager.name, averager.options)
-
-
-def _searched(recorder: Recorder) -> SearchResult:
-    if "search" not in recorder.results:
-        raise RuntimeError("The choice ended without a search, so its machine is unknown; give it an empty cache.")
-    result: SearchResult = recorder.results["search"]
-    return result
-
-
-def _second(recorder: Recorder) -> Candidate | None:
-    choices = _searched(recorder).choices
-    return choices[1].candidate if len(choices) > 1 else None
-
-
-def _predicted(tasks: Mapping[str, PlannedRun], recorder: Recorder) -> dict[str, dict[str, float]]:
-    """The predicted step of each variant, with the machine and the times of the search."""
-    _searched(recorder)
-    job, machine, costs, _, space = recorder.arguments["search"][:5]
-    found = {}
-    for words, task in tasks.items():
-        prediction = predict(job, task.candidate, machine, costs, space.options)
-        step = prediction.step
-        found[words] = {"seconds": step.seconds, "exposed_seconds": step.exposed_seconds, "share": prediction.measured_share}
-    return found
+    return chosen_words(task.plan, averager.name, averager.options)
 
 
 def main(arguments: list[str] | None = None) -> int:

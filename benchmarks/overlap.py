@@ -1,7 +1,7 @@
 """Step times of all averaging strategies over shaped links, next to compute-only, the wire and PyTorch's DDP, in one run.
 
     python -m benchmarks.overlap resnet18 --peer-python PATH          # 2 hosts at 0.5, 1 and 2 Gb/s; needs root and iproute2
-    python -m benchmarks.overlap resnet18 --shared-memory             # 2 ranks on this machine, no peer
+    python -m benchmarks.overlap resnet18 --shared-memory             # 2 ranks on this machine
     python -m benchmarks.overlap --report benchmarks/results/overlap-resnet18.json
 
 Each bandwidth is one job of one rank per host, each on a core of its own, and next to it one job of PyTorch on the same hosts
@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from hpctrain.averaging.averagers import AVERAGERS
 from hpctrain.bench.machine import machine_facts
 from hpctrain.comm.progress import ProgressMode
 from hpctrain.storage.atomic_write import write_json
-from hpctrain_testing.lab import Lab, LabError, missing, take_down_at_termination
+from hpctrain_testing.lab import Lab, missing, take_down_at_termination
 from hpctrain_testing.run import clean_environment, find_mpiexec
 
 _FIXED_KIB = (256, 512, 1024, 2048, 4096, 8192)  # sizes of slices instead of those by rule
@@ -82,26 +82,25 @@ class Jobs:
                 start_new_session=True,
             )
 
-    def wait(self, name: str, meanwhile: Callable[[], None] = lambda: None) -> None:
-        """Until that process has ended well. meanwhile: is called all the time.
-
-        Raises:
-            JobError: it or another one failed, or the time is up; with the end of what it printed.
-        """
-        while (code := self._running[name].poll()) is None:
-            self.check(name)
-            meanwhile()
-            if time.monotonic() > self._give_up:
-                raise JobError(f"{name} did not end in time:\n{self._tail(name)}")
-            time.sleep(0.1)
-        if code:
+    def wait(self, name: str) -> None:
+        """Until that process has ended well; JobError where it has failed, otherwise as `until`."""
+        self.until(lambda: self._running[name].poll() is not None, name)
+        if code := self._running[name].returncode:
             raise JobError(f"{name} ended with exit code {code}:\n{self._tail(name)}")
 
-    def check(self, may_end: str = "") -> None:
-        """Raise JobError if a process other than `may_end` has ended."""
-        for name, process in self._running.items():
-            if name != may_end and process.poll() is not None:
-                raise JobError(f"{name} ended with exit code {process.returncode}:\n{self._tail(name)}")
+    def until(self, done: Callable[[], bool], may_end: str = "") -> None:
+        """Until `done()`.
+
+        Raises:
+            JobError: a process other than `may_end` has ended, or the time is up; with the end of what was printed.
+        """
+        while not done():
+            for name, process in self._running.items():
+                if name != may_end and process.poll() is not None:
+                    raise JobError(f"{name} ended with exit code {process.returncode}:\n{self._tail(name)}")
+            if time.monotonic() > self._give_up:
+                raise JobError("\n".join(["The time is up.", *map(self._tail, self._running)]))
+            time.sleep(0.1)
 
     def end(self) -> None:
         """End what still runs."""
@@ -126,70 +125,40 @@ def jobs(timeout_seconds: float) -> Iterator[tuple[Path, Jobs]]:
         shutil.rmtree(directory, ignore_errors=True)
 
 
-def run_on_lab(chosen: argparse.Namespace, rate: str) -> dict[str, Any]:
-    """All rounds at one bandwidth."""
-    with Lab(chosen.hosts, rate) as lab, jobs(chosen.timeout) as (directory, running):
-        ranks = lab.hosts * chosen.ranks_per_host
-        settings, out = write_settings(chosen, directory, ranks if chosen.peer_python else 0)
-        if chosen.peer_python:
-            start_peers(running, lab, chosen.peer_python, settings, ranks, chosen.ranks_per_host)
-        running.start("job", lab.mpiexec(rank_command(settings), chosen.ranks_per_host))
+def run_job(
+    program: str,
+    values: Mapping[str, Any],
+    *,
+    rate: str,
+    hosts: int,
+    ranks_per_host: int,
+    peer_python: str | None,
+    timeout: float,
+) -> dict[str, Any]:
+    """What the ranks of a program have measured on hosts with links of this rate, or on this machine, one rank a core.
+
+    Args:
+        values: what the program reads from its file of settings, next to the paths of its result and of the peers' sockets.
+        peer_python: a Python with torch, whose ranks are ready before the program starts; None: no peer.
+    """
+    lab, ranks = None if rate == SHARED_MEMORY else Lab(hosts, rate), hosts * ranks_per_host
+    with lab or contextlib.nullcontext(), jobs(timeout) as (directory, running):
+        settings, out = directory / "settings.json", directory / "result.json"
+        peers = [directory / f"peer{rank}" for rank in range(ranks if peer_python else 0)]
+        settings.write_text(json.dumps({**values, "out": out, "peers": peers}, default=str))
+        master = "127.0.0.1" if lab is None else lab.address(0)
+        for rank, path in enumerate(peers):
+            command = ["env", *_PEER_ENVIRONMENT, str(peer_python), str(_ROOT / "benchmarks/ddp_peer.py"), str(settings)]
+            command += ["--socket", str(path), "--rank", str(rank), "--ranks", str(ranks), "--master", f"{master}:{_PORT}"]
+            here = ["taskset", "-c", str(rank % (os.cpu_count() or 1)), "env", "GLOO_SOCKET_IFNAME=lo", *command]
+            running.start(f"pytorch rank {rank}", here if lab is None else lab.on_host(rank // ranks_per_host, command))
+        running.until(lambda: all(path.exists() for path in peers))
+        command = ["env", f"XDG_CACHE_HOME={directory}", sys.executable, "-m", "mpi4py", "-m", program, str(settings)]
+        here = [find_mpiexec() or "mpiexec", "-bind-to", "core", "-n", str(ranks), *command]
+        running.start("job", here if lab is None else lab.mpiexec(command, ranks_per_host))
         running.wait("job")
-        return {"rate": rate, **json.loads(out.read_text())}
-
-
-def start_peers(running: Jobs, lab: Lab | None, python: str, settings: Path, ranks: int, ranks_per_host: int) -> None:
-    """Start PyTorch's ranks, which listen on sockets next to the settings: on the hosts of a laboratory, or a core each here."""
-    master = "127.0.0.1" if lab is None else lab.address(0)
-    for rank in range(ranks):
-        command = ["env", *_PEER_ENVIRONMENT, python, str(_ROOT / "benchmarks/ddp_peer.py"), str(settings)]
-        command += ["--socket", str(settings.with_name(f"peer{rank}")), "--rank", str(rank), "--ranks", str(ranks)]
-        command += ["--master", f"{master}:{_PORT}"]
-        if lab is None:
-            command = ["taskset", "-c", str(rank % (os.cpu_count() or 1)), "env", "GLOO_SOCKET_IFNAME=lo", *command]
-        else:
-            command = lab.on_host(rank // ranks_per_host, command)
-        running.start(f"pytorch rank {rank}", command)
-
-
-def run_on_shared_memory(chosen: argparse.Namespace) -> dict[str, Any]:
-    """All rounds on this machine, one rank a core."""
-    with jobs(chosen.timeout) as (directory, running):
-        settings, out = write_settings(chosen, directory, 0)
-        running.start("job", mpiexec_here(rank_command(settings), chosen.hosts * chosen.ranks_per_host))
-        running.wait("job")
-        return {"rate": SHARED_MEMORY, **json.loads(out.read_text())}
-
-
-def mpiexec_here(command: list[str], ranks: int) -> list[str]:
-    """The command line that runs `command` as an MPI job on this machine, a core each."""
-    launcher = find_mpiexec()
-    if launcher is None:
-        raise LabError("There is no mpiexec; install the package mpich into this environment.")
-    return [launcher, "-bind-to", "core", "-n", str(ranks), *command]
-
-
-def rank_command(settings: Path, program: str = "benchmarks.overlap_ranks") -> list[str]:
-    return [sys.executable, "-m", "mpi4py", "-m", program, str(settings)]
-
-
-def write_settings(chosen: argparse.Namespace, directory: Path, peers: int) -> tuple[Path, Path]:
-    """The files that the ranks read and write."""
-    path, out = directory / "settings.json", directory / "result.json"
-    values = {
-        "shape": chosen.shape.as_dict(),
-        "kernels": chosen.kernels,
-        "variants": {name: VARIANTS[name.partition("@")[0]] for name in chosen.variants},
-        "rounds": chosen.rounds,
-        "out": str(out),
-        "steps": chosen.steps,
-        "warmup": chosen.warmup,
-        "progress": chosen.progress,
-        "nice": chosen.nice,
-        "peers": [str(directory / f"peer{rank}") for rank in range(peers)],
-    }
-    path.write_text(json.dumps(values))
-    return path, out
+        found: dict[str, Any] = json.loads(out.read_text())
+        return found
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -269,9 +238,15 @@ def measure(chosen: argparse.Namespace) -> dict[str, Any]:
     out = chosen.out or _ROOT / "benchmarks/results" / name
     out.parent.mkdir(parents=True, exist_ok=True)
     result = {"model": chosen.model, "shape": chosen.shape.as_dict(), "machine": machine_facts(), "runs": []}
-    for rate in ["shared"] if chosen.shared_memory else chosen.rates.split(","):
+    values = {
+        "shape": chosen.shape.as_dict(),
+        "variants": {name: VARIANTS[name.partition("@")[0]] for name in chosen.variants},
+        **{key: getattr(chosen, key) for key in ("kernels", "rounds", "steps", "warmup", "progress", "nice")},
+    }
+    place = {key: getattr(chosen, key) for key in ("hosts", "ranks_per_host", "peer_python", "timeout")}
+    for rate in [SHARED_MEMORY] if chosen.shared_memory else chosen.rates.split(","):
         try:
-            run = run_on_shared_memory(chosen) if chosen.shared_memory else run_on_lab(chosen, rate)
+            run = {"rate": rate, **run_job("benchmarks.overlap_ranks", values, rate=rate, **place)}
         except JobError as failure:
             raise SystemExit(f"{chosen.model} at {rate}: {failure}") from None
         result["runs"].append(run)

@@ -91,10 +91,6 @@ class Analysis:
         carried, handed = interval(self.column(name, "link_bytes")).median, interval(self.column(name, "payload_bytes")).median
         return carried / handed if carried and handed else None
 
-    def as_dict(self) -> dict[str, Any]:
-        """All figures, for JSON."""
-        return {name: {key: value.as_dict() for key, value in self.figures(name).items()} for name in self.names}
-
     def figures(self, name: str) -> dict[str, Interval]:
         """The figures of one strategy by name."""
         found = {"step_seconds": self.step(name)}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -21,10 +21,6 @@ class Interval:
 
     def __str__(self) -> str:
         return f"{self.median:.3f} [{self.low:.3f}, {self.high:.3f}]"
-
-    def as_dict(self) -> dict[str, float]:
-        """For JSON."""
-        return asdict(self)
 
 
 def interval(values: Sequence[float], *, seed: int = 0) -> Interval:

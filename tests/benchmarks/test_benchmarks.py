@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks import before_after, engine_report, faults
+from benchmarks import auto, before_after, engine_report, faults
 from benchmarks.interleaved import Rounds, SteppingError, interleave, ours, peer, with_threads
 from benchmarks.pairs import interval, ratio
 from hpctrain.bench.engine_step import Turn
@@ -186,3 +187,27 @@ def test_a_screened_failure_is_noted_another_raised(tmp_path: Path, dies: int) -
     assert "out of luck" in str(series["bad"].failure)
     with pytest.raises(SteppingError, match=r"'bad' ended with code 1.*out of luck"):
         interleave(commands, Rounds(4, 1), ["good"])
+
+
+def test_drawn_jobs_are_those_of_the_seed_and_cover_all_values_evenly() -> None:
+    """Else jobs could change once they are measured, or the easy ones could be drawn more often."""
+    jobs = auto.draw(auto.OFFICIAL_SEED)
+    assert jobs == auto.draw(auto.OFFICIAL_SEED) != auto.draw(3)
+    for some in (jobs[:24], jobs[24:]):
+        for values in zip(*((job.model, job.batch, job.rate) for job in some), strict=True):
+            counts = Counter(values).values()
+            assert max(counts) - min(counts) <= 1
+    assert all(job.possible for job in jobs)
+
+
+def test_a_choice_slower_than_the_default_misses_its_bars() -> None:
+    steps = {"sharded": 1.0, "split": 1.06, "ddp": 2.0}
+    rounds = {words: [{"step_seconds": drift * seconds} for drift in (1, 2, 3)] for words, seconds in steps.items()}
+    names = {"default": "sharded", "auto": "split"}
+    found = {"name": "a job", "job": {"rate": "700mbit"}, "start_seconds": 1.0, "names": names, "rounds": rounds}
+    found["predicted"] = {"sharded": {"seconds": 2.4}, "split": {"seconds": 2.12}}
+    lines: list[str] = []
+    auto.report({"seed": 1, "machine": {}, "jobs": {"0": found}}, lines.append)
+    missed = [line.partition(", at least")[0] for line in lines if line.startswith("MISSED")]
+    predictions = ["MISSED accuracy of predictions, mean", "MISSED accuracy of each prediction"]
+    assert missed == ["MISSED auto over the default", *predictions]
