@@ -7,7 +7,7 @@ the configuration, so ranks must read them alike, inside `raise_on_all_ranks`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -15,15 +15,18 @@ from typing import Any
 from hpctrain.averaging.averagers import AveragerChoice
 from hpctrain.backend.choice import Backend
 from hpctrain.backend.graph import Graph
+from hpctrain.backend.specs import BatchNormSpec
 from hpctrain.comm.groups import check_grid
 from hpctrain.config.schema import AveragerConfig, Config, GridConfig, PlanConfig
 from hpctrain.core.errors import ConfigError, HpctrainError
+from hpctrain.core.text import counted
 from hpctrain.models import catalogue
 from hpctrain.nn.layers import Layer
 from hpctrain.nn.network import ImageShape, Lowering
 from hpctrain.optim.base import Optimizer
 from hpctrain.optim.optimizers import OPTIMIZERS
 from hpctrain.optim.schedules import SCHEDULES, LearningRateSchedule
+from hpctrain.parallel.layout import LayoutKind
 from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
 from hpctrain.parallel.partition_graph import partition_graph
 from hpctrain.training.passes import ranks_fault, split_fault
@@ -237,3 +240,32 @@ def describe(plan: ParallelPlan) -> str:
     tiles = "" if plan.tiles is None else f", images in {plan.tiles[0]} x {plan.tiles[1]} tiles"
     uses = "".join(f", {pattern} {use}" for pattern, use in plan.use.items())
     return f"{grid}: {plan.default}{uses}{tiles}"
+
+
+def statistics_scopes(plan: ParallelPlan, graph: Graph, batch: int, micro_batches: int = 1) -> dict[int, tuple[str, ...]]:
+    """Return the names of batch norms by the number of samples over which they take their statistics in training.
+
+    Unless statistics are synchronised, these are the samples of a rank, or of a split group if the group shares the layer by its
+    channels or images. With unequal shares, the number is the largest one.
+
+    Args:
+        graph: model lowered for one sample.
+    """
+    scopes: dict[int, tuple[str, ...]] = {}
+    for step in partition_graph(graph, plan, (1, *(0,) * (plan.rows - 1))).steps:
+        spec = None if step.node is None else step.node.spec
+        if not isinstance(spec, BatchNormSpec) or spec.fixed or step.sharding is None:
+            continue
+        by_samples = step.sharding.writes.kind is LayoutKind.SAMPLES
+        groups = 1 if spec.synchronised else plan.cols * (plan.rows if by_samples else 1)
+        samples = -(-batch // (groups * micro_batches))
+        scopes[samples] = (*scopes.get(samples, ()), step.name)
+    return scopes
+
+
+def statistics_words(scopes: Mapping[int, Sequence[str]]) -> str:
+    """Return a clause on the result of `statistics_scopes`; empty without batch norms."""
+    if len(scopes) <= 1:
+        return "".join(f"batch norm takes its statistics over {counted(samples, 'sample')}" for samples in scopes)
+    parts = (f"{counted(samples, 'sample')} in {counted(len(names), 'layer')}" for samples, names in scopes.items())
+    return f"batch norm takes its statistics over {' and over '.join(parts)}"

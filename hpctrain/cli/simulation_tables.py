@@ -16,8 +16,8 @@ from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
 
+from hpctrain.assembly.recipe import statistics_scopes, statistics_words
 from hpctrain.averaging.averagers import AveragerChoice
-from hpctrain.backend.specs import BatchNormSpec
 from hpctrain.core.console import PlainConsole, output_console, plain_table
 from hpctrain.core.text import counted, size_text
 from hpctrain.parallel.parallel_plan import ParallelPlan
@@ -237,11 +237,10 @@ def _layout_table(layouts: Sequence[NodeLayout]) -> Table:
 
 def _statistics_lines(outcome: PlannedSearch, candidate: Candidate) -> Iterator[str]:
     """Yield a sentence on the samples over which local batch normalisation takes statistics, which depend on the choice."""
-    config = outcome.task.config
-    normalised = any(isinstance(node.spec, BatchNormSpec) for node in outcome.planned.job.graph_of(1).nodes)
-    if normalised and config.batch_norm.statistics == "local":
-        samples = -(-config.batch // (candidate.plan.cols * candidate.micro_batches))
-        yield f"Batch norm takes its statistics over {counted(samples, 'sample')} with choice 1."
+    plan, graph = candidate.plan, outcome.planned.job.graph_of(1)
+    words = statistics_words(statistics_scopes(plan, graph, outcome.task.config.batch, candidate.micro_batches))
+    if words and outcome.task.config.batch_norm.statistics == "local":
+        yield f"With choice 1, {words}."
 
 
 def candidate_words(candidate: Candidate) -> str:

@@ -12,6 +12,7 @@ from functools import cache, partial
 
 import pytest
 
+from hpctrain.assembly.recipe import statistics_scopes, statistics_words
 from hpctrain.averaging.averagers import AveragerChoice
 from hpctrain.backend.numpy.kernel_set import NumpyKernelSet
 from hpctrain.backend.specs import AddSpec, BatchNormSpec, Conv2dSpec, LinearSpec
@@ -670,3 +671,17 @@ def test_the_advantage_names_what_need_not_travel() -> None:
     assert "of fc2's gradients need not travel" in words
     fast = replace(slow, ranks_per_node=4)
     assert advantage(job, search(job, fast, RateCosts(fast), 4), fast)
+
+
+@pytest.mark.parametrize(
+    ("plan", "scopes"),
+    [
+        (ParallelPlan(1, 4), {2: 19}),
+        (ParallelPlan(2, 2, Parallelism.BATCH, {"layer3.*": Parallelism.MODEL}), {2: 13, 4: 6}),
+        (ParallelPlan(2, 2, Parallelism.DOMAIN), {4: 19}),
+    ],
+)
+def test_split_layers_take_batch_statistics_over_the_samples_of_their_group(plan: ParallelPlan, scopes: dict[int, int]) -> None:
+    found = statistics_scopes(plan, GRAPH, batch=8)
+    assert {samples: len(names) for samples, names in found.items()} == scopes
+    assert all(f"{samples} samples" in statistics_words(found) for samples in scopes)
