@@ -11,9 +11,10 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby, pairwise, permutations
+from functools import partial
+from itertools import cycle, groupby, islice, pairwise, permutations
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import NamedTuple
 
 import numpy as np
@@ -56,6 +57,11 @@ _MOST_POLLED_SECONDS = 1.5
 # before. A cache is only empty once a little more than its size was written.
 _MOST_CACHE_BYTES, _EVICTING = 128 << 20, 1.25
 _CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
+# Computation next to which the core's time is measured: on memory outside of caches, and about as long as an operator. It is
+# timed alone first, in this many laps.
+_LAP_SECONDS, _PART_BYTES, _LAPS_ALONE = 1e-3, 1 << 20, 9
+# Messages lengthen a lap less than that; in a longer one, another program had the core.
+_LONGEST_LAP = 3
 # Messages that take longer are repeated fewer times.
 _SLOW_SECONDS, _REPEATS_SLOW = 0.1, 2
 # If a message takes longer, larger sizes are not measured.
@@ -73,8 +79,8 @@ class MessagePoint:
         next_seconds: additional time of a second operation posted at the same time.
         polls: number of polls until completion, with `gap_seconds` of computation between them; 0 if not measured.
         gap_seconds: seconds of computation between two polls.
-        core_seconds: time of the core for posting and polling.
-        summing_core_seconds: time of the core for posting and polling a reduce-scatter.
+        core_seconds: time by which the operation lengthens computation: by posts, polls, interrupts and data lost from caches.
+        summing_core_seconds: the same of a reduce-scatter.
     """
 
     n_bytes: int
@@ -150,7 +156,7 @@ class LinkProbe:
         self._all_ranks, self._pair, self._progress = all_ranks, pair, progress
         self._meeting = pair if at_once is None else at_once
         self._queue = None if pair is None else progress.queue(pair)
-        self._written = np.zeros(0 if pair is None else _cache_bytes() // 4, np.float32)
+        self._written = np.ones(0 if pair is None else _cache_bytes() // 4, np.float32)
 
     def measure(self, effort: Effort = THOROUGH, *, details: bool = True, budget_seconds: float = math.inf) -> list[MessagePoint]:
         """Return a point for each size: medians over the ranks with partners. Collective over `all_ranks`.
@@ -193,9 +199,8 @@ class LinkProbe:
         two = self._seconds([gather, self._gather(n_bytes)], _REPEATS_SLOW if one > _SLOW_SECONDS else repeats, pause)
         polled = n_bytes >= _POLLED_FROM
         needed = min(self._polls(gather, gap) for _ in range(_POLLED_REPEATS)) if polled else 0
-        core, summing = (
-            min(self._core_seconds(post, gap, cold=long) for _ in range(_POLLED_REPEATS)) for post in (gather, reduce)
-        )
+        lap, lap_seconds = self._lap()
+        core, summing = (self._core_seconds(post, lap, lap_seconds) for post in (gather, reduce))
         return _Raw(n_bytes, one, two, needed, gap, core, summing)
 
     def _gather(self, n_bytes: int) -> Callable[[], Handle]:
@@ -246,24 +251,44 @@ class LinkProbe:
         self._progress.wait(ticket)
         return polls
 
-    def _core_seconds(self, post: Callable[[], Handle], gap_seconds: float, *, cold: bool) -> float:
-        """Return the core's time to post and poll an operation, with computation between polls; `cold` empties caches first."""
-        assert self._queue is not None
-        if cold:
-            self._written += 1.0
+    def _lap(self) -> tuple[Callable[[], float], float]:
+        """Return a computation of about `_LAP_SECONDS`, which returns its time, and its usual time without messages."""
+        parts = cycle(np.array_split(self._written, max(1, self._written.nbytes // _PART_BYTES)))
+
+        def seconds(count: int) -> float:
+            begin = time.perf_counter()
+            for part in islice(parts, count):
+                part += 1.0
+            return time.perf_counter() - begin
+
         self._meet()
-        begin = self._progress.now()
-        ticket = self._queue.post(post, _PURPOSE)
-        spent = self._progress.now() - begin
-        for _ in range(_MOST_POLLS):
-            if ticket.done:
-                break
-            _busy(min(gap_seconds, 1e-3))
+        count = max(1, round(_LAP_SECONDS * _LAPS_ALONE / seconds(_LAPS_ALONE)))
+        return partial(seconds, count), median(seconds(count) for _ in range(_LAPS_ALONE))
+
+    def _core_seconds(self, post: Callable[[], Handle], lap: Callable[[], float], lap_seconds: float) -> float:
+        """Return the time by which an operation lengthens a computation of laps with a poll after each.
+
+        It is a mean over repetitions and both ranks, because the interrupts of a network change between cores.
+        """
+        assert self._queue is not None
+        assert self._pair is not None
+        spent = longer = 0.0
+        for _ in range(_POLLED_REPEATS):
+            self._meet()
             begin = self._progress.now()
-            self._progress.poll()
+            ticket = self._queue.post(post, _PURPOSE)
             spent += self._progress.now() - begin
-        self._progress.wait(ticket)
-        return spent
+            for _ in range(_MOST_POLLS):
+                if ticket.done:
+                    break
+                longer += min(lap(), _LONGEST_LAP * lap_seconds) - lap_seconds
+                begin = self._progress.now()
+                self._progress.poll()
+                spent += self._progress.now() - begin
+            self._progress.wait(ticket)
+        of_both = self._pair.allgather_object((spent, longer))
+        mean_spent, mean_longer = (fmean(column) / _POLLED_REPEATS for column in zip(*of_both, strict=True))
+        return mean_spent + max(0.0, mean_longer)
 
 
 def _busy(seconds: float) -> None:
@@ -291,17 +316,26 @@ _BURST_SIZES = (512 << 10, 2 << 20)  # smaller messages may fit into buffers, an
 def link(points: Sequence[MessagePoint], *, bursts: bool = True) -> Link:
     """Return the link fitted to at least two points in ascending order of size; without a burst unless `bursts` is set."""
     burst_bytes = burst(points) if bursts else 0
-    first, large = points[0], points[-3:]
+    operation_seconds, byte_seconds = _core_costs(points)
     return Link(
         segments=segments(points, burst_bytes),
-        operation_seconds=first.core_seconds,
-        byte_seconds=median(
-            max(0.0, point.core_seconds - first.core_seconds) / (2 * point.n_bytes) for point in large if point is not first
-        ),
+        operation_seconds=operation_seconds,
+        byte_seconds=byte_seconds,
         # time of a reduce-scatter in addition to that of an allgather
-        sum_seconds=median(max(0.0, point.summing_core_seconds - point.core_seconds) / point.n_bytes for point in large),
+        sum_seconds=median(max(0.0, one.summing_core_seconds - one.core_seconds) / one.n_bytes for one in points[-3:]),
         burst_bytes=burst_bytes,
     )
+
+
+def _core_costs(points: Sequence[MessagePoint]) -> tuple[float, float]:
+    """Return the core's seconds for an operation, and for each byte sent or received, as a line through the points.
+
+    The fit minimises the sum of (predicted - measured)^2 / measured, so that neither long nor short messages dominate.
+    """
+    roots = np.sqrt([max(point.core_seconds, 1e-9) for point in points])
+    parts = np.array([(1.0, 2.0 * point.n_bytes) for point in points]) / roots[:, None]
+    operation, byte = np.linalg.lstsq(parts, roots, rcond=None)[0]
+    return max(0.0, float(operation)), max(0.0, float(byte))
 
 
 def burst(points: Sequence[MessagePoint]) -> int:

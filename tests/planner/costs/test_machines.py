@@ -365,6 +365,29 @@ def test_a_modelled_link_is_found_again_and_all_ranks_know_it(ranks: int) -> Non
     assert message_seconds(link_measurement.link(results[0]), 100_000) == pytest.approx(50e-6 + 8e-9 * 100_000, rel=0.01)
 
 
+def test_computation_that_a_message_lengthens_is_time_of_the_core() -> None:
+    """Find a price of messages without the interrupts that lengthen an operator between two polls of one of the ranks."""
+
+    def program(comm: ThreadCommunicator) -> float:
+        probe = LinkProbe(comm, comm.split(0, comm.rank, "pair"), virtual_engine(comm))
+
+        def lap() -> float:
+            comm.compute(1.5e-3)
+            return 1.5e-3 if comm.rank else 1e-3
+
+        return probe._core_seconds(probe._gather(1 << 20), lap, 1e-3)  # the message takes 8.4 ms, 6 laps
+
+    assert run_virtual(2, program, link=LinkModel(50e-6, 8e-9)) == [pytest.approx(6 * 0.5e-3 / 2)] * 2
+
+
+def test_the_core_pays_for_middle_messages_although_tiny_ones_and_bytes_are_cheap() -> None:
+    """Find a price that takes the time of an operation from its smallest message, which no handshake precedes."""
+    of_core = {512: 4.4e-5, 64 << 10: 8.5e-5, 512 << 10: 2.6e-4, 2 << 20: 4.6e-4}
+    found = link_measurement.link([MessagePoint(n, 1e-9 * n, 1e-9 * n, 0, 1e-3, core, core) for n, core in of_core.items()])
+    for n_bytes, core in of_core.items():
+        assert found.operation_seconds + 2 * n_bytes * found.byte_seconds == pytest.approx(core, rel=0.4)
+
+
 @pytest.mark.usefixtures("few_messages")
 def test_passes_end_once_one_confirms_an_earlier_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Find a measurement that ends although only disturbed passes were seen, or that repeats what is known."""
