@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.process import be_nice, cpu_seconds, sent_bytes
+from benchmarks.process import be_nice, busy_seconds, cpu_seconds, sent_bytes
 from benchmarks.shapes import Shape, made_up_batch
 from hpctrain.averaging.averagers import AveragerChoice
 from hpctrain.backend.choice import make_backend
@@ -122,11 +122,11 @@ class Turns:
         sent, counted = sent_bytes(), variant.counters.snapshot()
         for _ in range(variant.lead):
             self._step(variant)
-        begin, cpu, waited = time.perf_counter(), cpu_seconds(), self.progress.waited_seconds
+        busy, begin, cpu, waited = busy_seconds(), time.perf_counter(), cpu_seconds(), self.progress.waited_seconds
         for _ in range(variant.steps):
             self._step(variant)
         seconds = time.perf_counter() - begin
-        cpu, waited = cpu_seconds() - cpu, self.progress.waited_seconds - waited
+        cpu, waited, busy = cpu_seconds() - cpu, self.progress.waited_seconds - waited, busy_seconds() - busy
         self._settle(variant)
         steps = variant.lead + variant.steps
         since = variant.counters.since(counted)
@@ -135,6 +135,7 @@ class Turns:
             "step_seconds": seconds / variant.steps,
             "waited_seconds": waited / variant.steps,
             "cpu_seconds": cpu / variant.steps,
+            "busy_seconds": busy / variant.steps,  # of the machine: more than all ranks' where other programs run
             "link_bytes": (sent_bytes() - sent) / steps,
             "payload_bytes": exchanged / steps,
         }

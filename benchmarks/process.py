@@ -30,3 +30,9 @@ def cpu_seconds() -> float:
     """CPU time of this process, of all threads, in user and kernel mode."""
     usage = resource.getrusage(resource.RUSAGE_SELF)
     return usage.ru_utime + usage.ru_stime
+
+
+def busy_seconds() -> float:
+    """CPU time that all processes and the kernel of this machine have used, on all cores."""
+    user, nice, system, _, _, interrupts, deferred = map(int, Path("/proc/stat").read_text().split(maxsplit=8)[1:8])
+    return (user + nice + system + interrupts + deferred) / os.sysconf("SC_CLK_TCK")
