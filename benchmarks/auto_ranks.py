@@ -69,9 +69,11 @@ class Recorded:
         return result
 
     def second(self) -> Candidate | None:
-        """The second of the search's choices."""
+        """The next of the search's choices that is not the first one by another name, with the same simulated step."""
         assert self.result is not None, "the choice was stored; an empty cache makes it search"
-        return self.result.choices[1].candidate if len(self.result.choices) > 1 else None
+        first, *others = self.result.choices
+        different = (one for one in others if one.prediction.step.seconds != first.prediction.step.seconds)
+        return next((one.candidate for one in different), None)
 
     def predicted(self, tasks: Mapping[str, PlannedRun]) -> dict[str, dict[str, float]]:
         """The predicted step of each task, with the machine and the times of the search."""
@@ -137,18 +139,17 @@ class AutoRank(Turns):
         turns: dict[str, Callable[[], dict[str, float]]] = {}
         for words, variant in self.variants.items():
             self.say(f"warm-up of {words}")
-            self.warm_up(variant)
-            variant.lead, variant.steps = self._pace(self.turn(variant), self.tasks[words].config.averager.name)
+            variant.lead, variant.steps = self._pace(self.warm_up(variant), self.tasks[words].config.averager.name)
             turns[words] = partial(self.turn, variant)
         if peer is not None:
             self.peer = Peer(peer)
             self.choice["peer"] = self.peer.facts
-            turns[DDP] = partial(self.peer_turn, DDP, *self._pace(self.peer_turn(DDP, 0, 1), DDP))
+            turns[DDP] = partial(self.peer_turn, DDP, *self._pace(self.peer.facts["step_seconds"], DDP))
         return self.all_rounds(turns, rounds)
 
-    def _pace(self, turn: Mapping[str, float], averager: str) -> tuple[int, int]:
-        """The untimed and timed steps of a turn, given one step; the same on all ranks."""
-        seconds = max(self.world.allgather_object(turn["step_seconds"]))
+    def _pace(self, own: float, averager: str) -> tuple[int, int]:
+        """The untimed and timed steps of a turn, given the seconds of a step on this rank; the same on all ranks."""
+        seconds = max(self.world.allgather_object(own))
         self.say(f"{averager}: {seconds:.3f} s")
         return int(seconds < _LONG_SECONDS or averager not in _OWN_STEP), math.ceil(_TURN_SECONDS / seconds)
 

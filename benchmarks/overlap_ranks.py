@@ -150,12 +150,15 @@ class Turns:
         self.barrier()
         self.progress.set_mode(ProgressMode.NONE)
 
-    def warm_up(self, variant: Variant) -> None:
-        """Steps that are not measured: set-up, and whatever a strategy measures by itself."""
+    def warm_up(self, variant: Variant) -> float:
+        """Steps that are not measured: set-up, and whatever a strategy measures by itself. Return the seconds of the last one."""
         self._apply(variant)
         for _ in range(variant.warmup):
+            begin = time.perf_counter()
             self._step(variant)
+        seconds = time.perf_counter() - begin
         self._settle(variant)
+        return seconds
 
     def _step(self, variant: Variant) -> None:
         variant.replica.step(variant.batch, _LR)
