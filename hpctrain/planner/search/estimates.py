@@ -191,9 +191,10 @@ class GridEstimates:
             layout = cost.output
         return Estimate(self._candidate(choice, uses), choice.costs.step_seconds(program, wire), memory)
 
-    @property
-    def segment_count(self) -> int:
-        return len(self._segments)
+    def uses_of(self, plan: ParallelPlan) -> list[SegmentUse]:
+        """Return the use of each segment under a plan on this grid."""
+        fixed = plan.rows > 1 and self._space.fixed_plan is not None
+        return [None if fixed else plan.use_of(segment.nodes(self._prices.graph)[0].name) for segment in self._segments]
 
     def _paths(
         self, choice: AveragerChoice, incumbent_seconds: float, *, with_memory: bool

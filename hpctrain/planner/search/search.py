@@ -1,16 +1,17 @@
 """Search the grid, plan, averager and micro-batches with the shortest step that fit in a machine's memory.
 
-The search computes lower bounds of all candidates (see `estimates`). It simulates the best few of them, and pure data parallelism
-with each averager. It then combines the best plan with all averagers and the best averager with other good plans. All simulated
-candidates are ranked by their step times. Each result states why it is slower than the previous one.
+The search computes lower bounds of all candidates (see `estimates`). It simulates the default and the best few candidates, the
+fastest plan with other averagers, and the fastest averager with plans that are nearly as fast. Combinations whose bounds leave
+nothing to gain are left out. All simulated candidates are ranked by their step times. Each result states why it is slower than
+the previous one.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
 
 from hpctrain.averaging.averagers import AveragerChoice
 from hpctrain.core.errors import ConfigError, HpctrainError
@@ -78,7 +79,14 @@ Predict = Callable[[Job, Candidate, Machine, ComputeCosts, SimulationOptions], P
 
 # Number of additional candidates to simulate if nothing fits, smallest memory first.
 _LEANEST = 4
-_NEXT_PLANS = 2
+# Candidates whose bounds exceed the best one by a larger factor are not simulated first: the best ones of a grid, and others.
+_POSSIBLE, _PROMISING = 2.0, 1.1
+# Bounds are inaccurate where messages and computation overlap. A combination is not simulated if its bound exceeds the fastest
+# step by the first factor. If a plan's bound reaches the second share of its step, those with other averagers are accurate, too.
+_HOPELESS, _EXACT = 1.15, 0.985
+# Another averager can turn the order of two plans if one takes at most this factor longer than the other; of pure data
+# parallelism, the default is always simulated, and other averagers speed it up by more.
+_NEAR_PLAN, _NEAR_DEFAULT = 1.05, 1.15
 
 
 @dataclass(frozen=True)
@@ -143,25 +151,29 @@ def search(
     bounds = _Bounds(job, machine, costs, ranks, space)
     estimates = bounds.estimates()
 
+    results: list[Result] = []
     refusals: list[HpctrainError] = []
 
-    def simulated(candidates: Iterable[Candidate]) -> list[Result]:
-        results: list[Result] = []
+    def simulate(candidates: Iterable[Candidate]) -> None:
         for one in candidates:
+            if any(one == known for known, _ in results):
+                continue
             try:
                 results.append((one, predicted_by(job, one, machine, costs, space.options)))
             except HpctrainError as error:  # of this candidate: its averager does not fit split layers, or a block has no kernel
                 refusals.append(error)
-        return results
 
     default = bounds.default()
-    picks = _picks(estimates, bounds.pure_batch(), space.simulated)
-    picks += [one for one in (default, stored) if one is not None and one not in picks]
-    results = simulated(picks)
-    results += simulated(_variations_of_best(results, machine, space) if results else ())
+    picks = _picks(estimates, [one for one in (default, stored) if one is not None], space.simulated)
+    simulate(picks)
+    if picks and not results:
+        simulate(bounds.with_averagers(picks[0], math.inf, math.inf))
+    if results:
+        first, prediction = _fastest(results, machine)
+        simulate(bounds.with_averagers(first, prediction.step.seconds, prediction.step.seconds))
+        simulate(_near(results, first, default, bounds, machine))
     if not any(prediction.memory_bytes <= machine.memory_bytes for _, prediction in results):
-        known = [candidate for candidate, _ in results]
-        results += simulated(one for one in bounds.leanest() if one not in known)
+        simulate(bounds.leanest())
     if not results:
         raise refusals[0]
     choices = _ranked(results, machine, default, stored)
@@ -220,15 +232,19 @@ class _Bounds:
         self.count += len(estimates)
         return estimates
 
-    def pure_batch(self) -> list[Candidate]:
-        """Return pure data parallelism with each averager; an empty list if the smallest grid splits layers."""
-        rows, _ = self._shapes[0]
-        if rows > 1:
-            return []
-        grid = self._grid(self._shapes[0], self._space.micro_batch_choices[0])
-        uses = [Parallelism.BATCH] * grid.segment_count
-        of_averagers = [grid.of_uses(choice, uses) for choice in self._space.averager_choices]
-        return [one.candidate for one in _distinct(sorted(of_averagers, key=lambda one: one.seconds))]
+    def with_averagers(self, candidate: Candidate, own_seconds: float, seconds: float) -> list[Candidate]:
+        """Return a candidate with other averagers that may take less than the fastest step, which takes `seconds`.
+
+        Args:
+            own_seconds: simulated step of the candidate.
+        """
+        grid = self._grid((candidate.plan.rows, candidate.plan.cols), candidate.micro_batches)
+        uses, choices = grid.uses_of(candidate.plan), self._space.averager_choices
+        own, *others = (grid.of_uses(choice, uses) for choice in sorted(choices, key=lambda one: one != candidate.averager))
+        exact = _EXACT * own_seconds <= own.seconds <= own_seconds
+        limit = (_EXACT if exact else _HOPELESS) * seconds
+        better = [one for one in _distinct([own, *others]) if one.seconds < limit]
+        return [replace(candidate, averager=one.candidate.averager) for one in better if one is not own]
 
     def leanest(self) -> list[Candidate]:
         """Return a few candidates that need the least memory, in ascending order of memory."""
@@ -249,37 +265,47 @@ class _Bounds:
         return self._grids[shape, micro_batches]
 
 
-def _picks(estimates: list[Estimate], pure_batch: list[Candidate], most: int) -> list[Candidate]:
-    """Return the candidates to simulate first.
+def _picks(estimates: list[Estimate], wanted: list[Candidate], most: int) -> list[Candidate]:
+    """Return the candidates to simulate first: the wanted ones, and at most `most` others.
 
-    At least half of them have the best bounds, with one candidate of each grid before a second one. The others are pure data
-    parallelism with each averager.
+    The others are different plans with the best bounds, with one plan of each grid before a second one.
     """
-    first_of_grid: dict[tuple[int, int], int] = {}
-    turns = []
+    of_grid: Counter[tuple[int, int]] = Counter()
+    turns: list[tuple[int, float, Candidate]] = []
+    seen = [replace(one, averager=AveragerChoice()) for one in wanted]
     for one in estimates:
-        grid = one.candidate.plan.rows, one.candidate.micro_batches
-        first_of_grid[grid] = first_of_grid.get(grid, 0) + 1
-        turns.append((first_of_grid[grid], one.seconds, one.candidate))
-    best = [estimates[0].candidate] if estimates else []
-    best += [candidate for _, _, candidate in sorted(turns, key=lambda turn: turn[:2]) if candidate not in best]
-    room = max(most - len(pure_batch), most // 2)
-    chosen = best[:room]
-    others = (candidate for candidate in (*pure_batch, *best[room:]) if candidate not in chosen)
-    return [*chosen, *islice(others, max(0, most - len(chosen)))]
+        plan, grid = replace(one.candidate, averager=AveragerChoice()), (one.candidate.plan.rows, one.candidate.micro_batches)
+        if plan in seen:
+            continue
+        seen.append(plan)
+        of_grid[grid] += 1
+        if one.seconds <= (_PROMISING if of_grid[grid] > 1 else _POSSIBLE) * estimates[0].seconds:
+            turns.append((of_grid[grid], one.seconds, one.candidate))
+    return [*wanted, *(candidate for _, _, candidate in sorted(turns, key=lambda turn: turn[:2])[:most])]
 
 
-def _variations_of_best(results: list[Result], machine: Machine, space: SearchSpace) -> list[Candidate]:
-    """Return new candidates: the fastest plan with each averager, and the fastest averager with the next best plans."""
-    in_order = sorted(results, key=lambda result: result[1].step.seconds)
-    best, *others = [one for one, prediction in in_order if prediction.memory_bytes <= machine.memory_bytes] or [in_order[0][0]]
-    wanted = [replace(best, averager=choice) for choice in space.averager_choices]
-    plans = list(dict.fromkeys((other.plan.rows, other.micro_batches) for other in others))[:_NEXT_PLANS]
-    for of_plan in plans:
-        other = next(one for one in others if (one.plan.rows, one.micro_batches) == of_plan)
-        wanted.append(replace(other, averager=best.averager))
-    known = [candidate for candidate, _ in results]
-    return [candidate for number, candidate in enumerate(wanted) if candidate not in known + wanted[:number]]
+def _fastest(results: Iterable[Result], machine: Machine) -> Result:
+    return min(results, key=lambda result: (result[1].memory_bytes > machine.memory_bytes, result[1].step.seconds))
+
+
+def _near(
+    results: list[Result], first: Candidate, default: Candidate | None, bounds: _Bounds, machine: Machine
+) -> list[Candidate]:
+    """Return candidates that combine other plans than that of `first` with averagers.
+
+    Nearly as fast plans are combined with the fastest averager, and pure data parallelism with each one.
+    """
+    best, prediction = _fastest(results, machine)
+    wanted: list[Candidate] = []
+    for candidate, other in results:
+        longer = other.step.seconds / prediction.step.seconds
+        if replace(candidate, averager=first.averager) == first:
+            continue
+        if candidate == default and longer <= _NEAR_DEFAULT:
+            wanted += bounds.with_averagers(candidate, other.step.seconds, prediction.step.seconds)
+        elif longer <= _NEAR_PLAN:
+            wanted.append(replace(candidate, averager=best.averager))
+    return wanted
 
 
 def _is_past_the_best(of_grids: list[Estimate]) -> bool:

@@ -44,8 +44,8 @@ class SearchSpace:
         tiles: tiles of the user's grid if the plan is open; None: all ranks split the height.
         uses: pairs (Pr, use) from which open plans on grids of Pr > 1 are made; None: all. A grid without a pair is left out,
             unless it is the user's.
-        simulated: number of candidates in the first round of simulations: those with the best lower bounds, and pure data
-            parallelism with each averager. More follow, with averagers and plans exchanged among the best.
+        simulated: maximum number of candidates with the best lower bounds in the first round of simulations. More follow, with
+            averagers and plans exchanged among the best.
     """
 
     fixed_grid: tuple[int, int] | None = None
@@ -56,7 +56,7 @@ class SearchSpace:
     uses: frozenset[tuple[int, Parallelism]] | None = None
     averagers: tuple[AveragerChoice, ...] = field(default_factory=searched_averagers)
     micro_batches: tuple[int, ...] = (1, 2, 4)
-    simulated: int = 8
+    simulated: int = 4
     options: SimulationOptions = field(default_factory=SimulationOptions)
 
     def uses_on(self, rows: int) -> tuple[Parallelism, ...]:
