@@ -78,7 +78,7 @@ fi
 if [ "$DOCTOR_SECONDS" -gt 0 ]; then
     CHECKED=()
     for word in "${TRAIN[@]}"; do
-        case "$word" in -*) break ;; esac # the options are those of train
+        case "$word" in --auto) ;; -*) break ;; esac # the other options are those of train
         CHECKED+=("$word")
     done
     status=0

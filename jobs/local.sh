@@ -41,7 +41,7 @@ LAUNCH=(mpiexec -n $((NODES * RANKS_PER_NODE)))
 if [ "$DOCTOR_SECONDS" -gt 0 ]; then
     CHECKED=()
     for word in "${TRAIN[@]}"; do
-        case "$word" in -*) break ;; esac # the options are those of train
+        case "$word" in --auto) ;; -*) break ;; esac # the other options are those of train
         CHECKED+=("$word")
     done
     status=0

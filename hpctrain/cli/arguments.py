@@ -116,6 +116,20 @@ def examples(ctx: click.Context, parameter: click.Parameter, incomplete: str) ->
 
 FILE = click.argument("file", type=FilePath(path_type=Path))
 OVERRIDES = click.argument("overrides", nargs=-1, shell_complete=keys)
+AUTO = click.option(
+    "--auto",
+    is_flag=True,
+    help="Choose grid, plan and averager for the shortest predicted step, as grid=auto plan=auto averager=auto do; a section of "
+    "which OVERRIDES set a key is not chosen.",
+)
+
+
+def with_auto(overrides: tuple[str, ...], *, auto: bool) -> tuple[str, ...]:
+    """Return the overrides, and those that --auto adds: auto for each open section of which the overrides set no key."""
+    from hpctrain.config.values import OPEN_SECTIONS
+
+    given = {override.partition("=")[0].partition(".")[0] for override in overrides}
+    return (*overrides, *(f"{section}=auto" for section in OPEN_SECTIONS if auto and section not in given))
 
 
 def options(*added: Callable[[_Command], _Command]) -> Callable[[_Command], _Command]:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import click
 
-from hpctrain.cli.arguments import OVERRIDES, FilePath, Finite, OutputFile
+from hpctrain.cli.arguments import AUTO, OVERRIDES, FilePath, Finite, OutputFile, with_auto
 from hpctrain.doctor.run import LATER_SECONDS, DoctorRank
 from hpctrain.launch.keeper import Notebook, run_watched
 from hpctrain.launch.launcher import detect
@@ -78,6 +78,7 @@ def calibrate(out: Path, seconds: float, threads: int | None) -> None:
 @click.command()
 @click.argument("file", type=FilePath(path_type=Path), required=False)
 @OVERRIDES
+@AUTO
 @click.option("--strict", is_flag=True, help="Also exit with code 2 if there are warnings.")
 @click.option("--json", "as_json", is_flag=True, help="Print all findings and the host and cores of each rank as JSON.")
 @click.option(
@@ -87,7 +88,7 @@ def calibrate(out: Path, seconds: float, threads: int | None) -> None:
     show_default=True,
     help="Time limit of the job, in seconds; the job ends at the limit even if MPI hangs.",
 )
-def doctor(file: Path | None, overrides: tuple[str, ...], strict: bool, as_json: bool, seconds: float) -> None:
+def doctor(file: Path | None, overrides: tuple[str, ...], auto: bool, strict: bool, as_json: bool, seconds: float) -> None:
     """Check whether a training would run well here.
 
     Start it like the training: mpiexec -n 4 python -m mpi4py -m hpctrain doctor FILE. OVERRIDES such as batch=64 override keys of
@@ -95,7 +96,7 @@ def doctor(file: Path | None, overrides: tuple[str, ...], strict: bool, as_json:
     fixes it. The exit code is 2 if something would stop or spoil a training.
     """
     launcher = detect(os.environ)
-    read = None if file is None else partial(load_config, file, overrides)
+    read = None if file is None else partial(load_config, file, with_auto(overrides, auto=auto))
     rank = DoctorRank(launcher, read, strict, as_json, seconds, time.monotonic() - age_seconds())
 
     def work(notebook: Notebook) -> int:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hpctrain.cli.arguments import FILE, OVERRIDES, Commands, FilePath, Finite, OutputFile, options
+from hpctrain.cli.arguments import AUTO, FILE, OVERRIDES, Commands, FilePath, Finite, OutputFile, options, with_auto
 from hpctrain.cli.bench import RankCounts
 from hpctrain.core.errors import ConfigError
 from hpctrain.core.text import counted, echo, echo_block
@@ -294,6 +294,7 @@ def _configs(file: Path, overrides: tuple[str, ...], averagers: tuple[str, ...])
 _JOB_AND_LINK = options(
     FILE,
     OVERRIDES,
+    AUTO,
     click.option("--ranks", type=click.IntRange(min=1), help="Number of ranks of the job; default: that of the configured grid."),
     IMAGE,
     CLASSES,
@@ -345,6 +346,7 @@ plan.add_command(simulate)
 def show(
     file: Path,
     overrides: tuple[str, ...],
+    auto: bool,
     ranks: int | None,
     image: tuple[int, int, int] | None,
     classes: int | None,
@@ -359,7 +361,7 @@ def show(
     The command prints owners, halos, bytes sent and memory of each layer of FILE's model, then the averaging of gradients and the
     map of ranks. OVERRIDES such as grid.rows=2 override keys of the file.
     """
-    task = _task(file, overrides, ranks, image, classes, machine)
+    task = _task(file, overrides, auto, ranks, image, classes, machine)
     from hpctrain.cli import plan_tables
     from hpctrain.comm.link import LinkModel
     from hpctrain.planner import planned_run
@@ -402,6 +404,7 @@ def schedule(alpha_seconds: float, beta_seconds_per_byte: float, ranks_per_node:
 def _task(
     file: Path,
     overrides: tuple[str, ...],
+    auto: bool,
     ranks: int | None,
     image: tuple[int, int, int] | None,
     classes: int | None,
@@ -410,7 +413,7 @@ def _task(
     from hpctrain.assembly.faults import load_checked
     from hpctrain.planner.planned_run import prepare
 
-    config = load_checked(file, overrides)
+    config = load_checked(file, with_auto(overrides, auto=auto))
     if config.automatic:
         from hpctrain.planner.search.configured_search import resolved
 

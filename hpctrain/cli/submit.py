@@ -9,7 +9,7 @@ from pathlib import Path
 
 import click
 
-from hpctrain.cli.arguments import OVERRIDES, FilePath, complete_sites
+from hpctrain.cli.arguments import AUTO, OVERRIDES, FilePath, complete_sites, with_auto
 from hpctrain.cli.config import two_columns
 from hpctrain.core.text import counted, echo, echo_block
 
@@ -41,6 +41,7 @@ def sites(name: str | None) -> None:
 @click.command()
 @click.argument("file", metavar="CONFIG", type=FilePath(path_type=Path))
 @OVERRIDES
+@AUTO
 @click.option(
     "--site",
     "site_name",
@@ -74,6 +75,7 @@ def sites(name: str | None) -> None:
 def submit(
     file: Path,
     overrides: tuple[str, ...],
+    auto: bool,
     site_name: str,
     nodes: int,
     ranks_per_node: int | None,
@@ -101,7 +103,7 @@ def submit(
     from hpctrain.site.job import JobRequest, check_backend, job_files, plan_job, render, submission_notes
     from hpctrain.site.job import submit as hand_over
 
-    config = load_checked(file, overrides)
+    config = load_checked(file, with_auto(overrides, auto=auto))
     checked = check_files(config)
     for note in () if checked is None else checked[1].notes:
         echo(note, err=True)
@@ -110,7 +112,7 @@ def submit(
         nodes, ranks_per_node, cores_per_rank, limit, account, queue, hostfile, stage, restarts, doctor=not no_doctor
     )
     check_backend(site, config.backend, request)
-    files = job_files(site, config.name, Path(config.output), (str(file), *overrides))
+    files = job_files(site, config.name, Path(config.output), (str(file), *overrides, *(["--auto"] if auto else [])))
     job = plan_job(site, request, files, own_limit=config.max_time is not None)
     script = render(site, job)
     weights = [] if config.init.weights is None else [config.init.weights]

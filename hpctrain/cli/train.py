@@ -16,7 +16,18 @@ from typing import TYPE_CHECKING, Literal
 
 import click
 
-from hpctrain.cli.arguments import FILE, OVERRIDES, PASS_STYLE, RUNS, FilePath, OutputFile, check_output, log_ranks_option
+from hpctrain.cli.arguments import (
+    AUTO,
+    FILE,
+    OVERRIDES,
+    PASS_STYLE,
+    RUNS,
+    FilePath,
+    OutputFile,
+    check_output,
+    log_ranks_option,
+    with_auto,
+)
 from hpctrain.core.errors import ConfigError
 from hpctrain.core.text import echo
 from hpctrain.flight import start_records
@@ -41,6 +52,7 @@ COMPUTE_ONLY_STEPS = 20
 @click.command()
 @FILE
 @OVERRIDES
+@AUTO
 @click.option(
     "--resume",
     type=FilePath(),
@@ -83,6 +95,7 @@ def train(
     watch: SignalWatch | None,
     file: Path,
     overrides: tuple[str, ...],
+    auto: bool,
     resume: str | None,
     steps: int,
     compute_only: bool,
@@ -98,6 +111,7 @@ def train(
     """
     _check_options(resume, steps, compute_only=compute_only, smoke=smoke)
     watch = watch or SignalWatch()
+    overrides = with_auto(overrides, auto=auto)
     job = RankProcess(
         log_ranks=log_ranks,
         smoke=smoke,

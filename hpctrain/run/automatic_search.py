@@ -211,6 +211,8 @@ def choose(config: Config, started: StartedJob, resume: str | None) -> Resolved:
     """
     world, place = started.world, started.place()
     backend = raise_on_all_ranks(world, lambda: make_backend(config.backend, config.dtype, config.precision, place))
+    if world.size == 1:  # all choices are the same, so nothing is measured
+        return Resolved(Recipe.of(with_defaults(config)), backend=backend)
     source = None if resume is None else find_checkpoint(world, config.output, config.name, resume)
     kept, lines = started.on_root(lambda: _stored(config, world.size, source, backend))
     if kept is not None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from hpctrain.cli.arguments import with_auto
 from hpctrain.planner.costs import machine_file
 from hpctrain_testing.run import Outcome
 from tests.support import planned
@@ -109,7 +110,14 @@ def test_without_a_machine_the_ranks_measure_it_and_the_run_keeps_it(job: Start,
     assert any(source.startswith("measured on") for source in kept.sources.values())
 
 
+def test_auto_opens_the_sections_of_which_no_key_is_given() -> None:
+    given = ("averager.name=priority", "plan.features.*=model", "batch=8")
+    assert with_auto(given, auto=True) == (*given, "grid=auto")
+    assert with_auto(given, auto=False) == given
+
+
 def test_plans_are_shown_for_what_a_run_would_choose(folder: Path) -> None:
-    assert json.loads(hpctrain(0, folder, "plan show", "--ranks", "2", "--json").stdout)
+    (folder / "tiny.yaml").write_text((folder / "tiny.yaml").read_text().replace("grid: auto", "grid: {rows: 3}"))
+    assert json.loads(hpctrain(0, folder, "plan show", "--auto", "--ranks", "2", "--json").stdout)
     for more, words in (([], "give --ranks"), (["--ranks", "2", "machine=null"], "give --machine")):
         assert words in hpctrain(0, folder, "plan show", *more, code=2).stderr

@@ -107,7 +107,10 @@ def test_a_max_time_of_the_configuration_is_kept(folder: Path) -> None:
 
 def test_restarts_doctor_and_stage_reach_the_script(folder: Path) -> None:
     Path("environment.tar").touch()
-    text = _submit(CONFIG, "--site", "slurm", "--restarts", "3", "--no-doctor", "--stage", "environment.tar", "--dry-run").output
+    text = _submit(
+        CONFIG, "--site", "slurm", "--restarts", "3", "--no-doctor", "--stage", "environment.tar", "--auto", "--dry-run"
+    ).output
+    assert f"TRAIN=({CONFIG} --auto)\n" in text
     for line in ("MOST_RESTARTS=3 ", "DOCTOR_SECONDS=0 ", "STAGE=environment.tar "):
         assert f"\n{line}" in text
 
