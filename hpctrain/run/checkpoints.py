@@ -343,7 +343,8 @@ class RunCheckpoints(Observer):
         config, world, replica = self._session.config.checkpoint, self._session.world, self._setup.replica
         sharded = is_sharded(self._session, self._setup)
         self.last = checkpoint.checkpoint_path(self._directory.checkpoints, step, sharded=sharded)
-        retain, meta = self._retention(step), self._meta(position)
+        retain = _nothing if self.best is None else self.best.retention(step)
+        meta = self._meta(position)
         if sharded:
             self.saver.begin(shards(world, *replica.own_parts(position, meta), step, self.last, retain, self._prepare))
         else:
@@ -357,9 +358,6 @@ class RunCheckpoints(Observer):
         """
         require_owned(self._directory)
         restore_files(self._directory, self._files)
-
-    def _retention(self, step: int) -> Callable[[], None]:
-        return _nothing if self.best is None else self.best.retention(step)
 
     def _meta(self, position: Position) -> dict[str, Any]:
         """Return the metadata of a checkpoint. Collective."""

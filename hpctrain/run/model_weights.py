@@ -95,7 +95,8 @@ def of_file(path: Path, name: str | None, classes: int | None, options: Mapping[
     name = content.metadata.get("model") if name is None else name
     if name is None:
         raise CheckpointError(f"{path} does not name its model; give --model, as in `--model resnet50`.")
-    given = {**_options_in(content.metadata, name), **options}
+    stored = json.loads(content.metadata.get("model_options", "{}")) if content.metadata.get("model") == name else {}
+    given = {**stored, **options}
     model = _model_with_classes(name, given, classes, content.tensors)
     entries = declared_state(model)
     check_fits(entries, content.tensors, source=str(path), model=name, named=content.metadata.get("model"))
@@ -192,14 +193,6 @@ _KEPT = ("classes", "image_shape", "fit", "value_range", "mean", "std", "step", 
 def _metadata(name: str, options: Mapping[str, Any], facts: Mapping[str, str]) -> dict[str, str]:
     """Return metadata as text, as safetensors and ONNX store them. "format": "pt" marks PyTorch's layouts for other programs."""
     return {"format": "pt", "model": name, "model_options": json.dumps(dict(options)), **facts}
-
-
-def _options_in(metadata: Mapping[str, str], name: str) -> dict[str, Any]:
-    """Return the model options stored in a file written by hpctrain for this model; otherwise {}."""
-    if metadata.get("model") != name:
-        return {}
-    options: dict[str, Any] = json.loads(metadata.get("model_options", "{}"))
-    return options
 
 
 def _model_with_classes(name: str, options: Mapping[str, Any], classes: int | None, state: Mapping[str, np.ndarray]) -> Layer:

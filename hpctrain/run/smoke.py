@@ -98,17 +98,13 @@ def _of_the_model(config: Config, missing: tuple[str, ...]) -> tuple[ImageFacts,
     height, width, channels = _UNKNOWN
     with suppress(ConfigError):  # user code need not declare it
         height, width, channels = catalogue.image_shape(config.model.name)
-    crops = _crop_sizes(config)
+    steps = (*config.data.augment, *config.data.evaluate_augment)
+    crops = [step.options["size"] for step in steps if isinstance(step.options.get("size"), int)]
+    crops += [step.size for step in config.data.sizes]
     height, width = max(height, *crops, 0), max(width, *crops, 0)
     shape = (height, width, int(options.get("channels_in", channels)))
     assumed = "so images and classes are the model's defaults"
     return ImageFacts((shape,), int(options.get("classes", 10))), (f"{missing[0]}, {assumed}", *missing[1:])
-
-
-def _crop_sizes(config: Config) -> list[int]:
-    steps = (*config.data.augment, *config.data.evaluate_augment)
-    crops = [step.options["size"] for step in steps if isinstance(step.options.get("size"), int)]
-    return crops + [step.size for step in config.data.sizes]
 
 
 def _on_images(config: Config, images: ImageFacts) -> tuple[Config, tuple[str, ...]]:

@@ -192,8 +192,10 @@ class TraceReport:
         groups = self._groups()
         clock = ClockMap(self._begin, self._offset())
         events = replace(events, start_ns=clock.to_root(events.start_ns), stop_ns=clock.to_root(events.stop_ns))
-        mine = RankTrace(self._world.rank, events, clock.error_ns, groups, _table(events))
-        self.table = mine.table
+        table = time_table.tabulate(events)
+        if table is not None:  # estimated cost: the number of events of a step times the measured cost of an event
+            table = replace(table, tracing_seconds=table.events * cost_per_event_seconds())
+        self.table, mine = table, RankTrace(self._world.rank, events, clock.error_ns, groups, table)
         if self._world.rank != 0:
             self._send(mine)
             return []
@@ -254,12 +256,3 @@ class TraceReport:
         if any(is_sum(line) for line in shown):
             summary.append(f"all rows: hpctrain trace {directory} --all")
         return [*shown, *summary]
-
-
-def _table(events: Events) -> TimeTable | None:
-    """Return this rank's table, with the estimated cost of tracing added.
-
-    The cost is the number of events of a step times the measured cost of an event.
-    """
-    table = time_table.tabulate(events)
-    return None if table is None else replace(table, tracing_seconds=table.events * cost_per_event_seconds())
