@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from hpctrain.averaging.averagers import AVERAGERS
 from hpctrain.backend.choice import Backend
 from hpctrain.comm.base import Communicator
 from hpctrain.core.text import size_text
@@ -43,24 +44,47 @@ def step_times(session: Session, setup: TrainingSetup) -> StepTimes:
     return StepTimes(session.progress, processor=time.thread_time if on_host and threads == 1 else None)
 
 
-def finish_steps(session: Session, times: StepTimes, reporter: Reporter, step: int) -> None:
+def finish_steps(session: Session, backend: Backend, times: StepTimes, reporter: Reporter, step: int) -> None:
     """Report and record the step times of a run that ends at global step `step`, unless it had too few steps. Collective."""
-    parts = steps_over_ranks(session.world, times.measured())
-    if parts is not None:
-        choice = session.resolved.choice
-        predicted = None if choice is None else choice.prediction
-        reporter.record("steps", step_facts(parts, step, predicted))
-        reporter.say(step_line(parts, predicted))
+    of_ranks = [one for one in session.world.allgather_object(times.measured()) if one is not None]
+    if len(of_ranks) < session.world.size or min(one.steps for one in of_ranks) < FEWEST_STEPS:
+        return
+    parts, choice = mean_parts(of_ranks), session.resolved.choice
+    predicted = None if choice is None else choice.prediction
+    reporter.record("steps", step_facts(parts, step, predicted))
+    reporter.say(step_line(parts, predicted))
+    # With other averagers a search would change the training. On a GPU, waits for messages include waits for kernels.
+    averager = session.config.averager
+    exact = getattr(AVERAGERS.find(averager.name), "sums_shards", False) and "bfloat16" not in averager.options.values()
+    if choice is None and exact and backend.kernels.arithmetic.on_host and (advice := auto_advice(of_ranks)):
+        reporter.say(advice)
 
 
-def steps_over_ranks(world: Communicator, mine: StepParts | None) -> StepParts | None:
-    """Return the mean over ranks of each part in `mine`, and the lowest number of steps; None after too few steps. Collective."""
-    of_ranks = [one for one in world.allgather_object(mine) if one is not None]
-    if len(of_ranks) < world.size or min(one.steps for one in of_ranks) < FEWEST_STEPS:
-        return None
+def mean_parts(of_ranks: Sequence[StepParts]) -> StepParts:
+    """Return the mean over ranks of each part, and the lowest number of steps."""
     columns = {field.name: [getattr(one, field.name) for one in of_ranks] for field in fields(StepParts)}
     means: dict[str, Any] = {name: fmean(column) for name, column in columns.items()}
     return StepParts(**means | {"steps": min(columns["steps"])})
+
+
+# Share of a step in waits for messages from which `--auto` is recommended.
+_WORTH_A_SEARCH = 0.15
+
+
+def auto_advice(of_ranks: Sequence[StepParts]) -> str:
+    """Return the line that recommends `--auto` if all ranks wait long for messages; otherwise "".
+
+    Other ranks wait for a slow rank, but not that rank itself, so the shortest wait counts. Ranks that are delayed in turn, by
+    data or by other programs, all wait for each other. The waits must therefore be longer than these delays.
+    """
+    least = min(of_ranks, key=lambda one: one.exposed_seconds)
+    mean = mean_parts(of_ranks)
+    if least.exposed_seconds <= max(_WORTH_A_SEARCH * mean.seconds, mean.data_seconds + mean.core_seconds):
+        return ""
+    return (
+        f"ranks waited for messages in {least.exposed_seconds / mean.seconds:.0%} of each step or more; "
+        f"`hpctrain train FILE --auto` looks for a faster grid, plan and averager (docs/planner.md)"
+    )
 
 
 def step_line(measured: StepParts, predicted: PredictedStep | None = None) -> str:
@@ -86,16 +110,9 @@ def decimals(seconds: float) -> int:
 
 def step_facts(measured: StepParts, step: int, predicted: PredictedStep | None = None) -> dict[str, object]:
     """Return the record of the step times for the metrics; the run ends at global step `step`."""
-    account: dict[str, object] = {
-        "step": step,
-        "steps": measured.steps,
-        "measured_step_seconds": measured.seconds,
-        "measured_work_seconds": measured.work_seconds,
-        "measured_messages_seconds": measured.messages_seconds,
-        "measured_exposed_seconds": measured.exposed_seconds,
-        "measured_data_seconds": measured.data_seconds,
-        "measured_core_seconds": measured.core_seconds,
-    }
+    account: dict[str, object] = {"step": step, "steps": measured.steps, "measured_step_seconds": measured.seconds}
+    for part in ("work_seconds", "messages_seconds", "exposed_seconds", "data_seconds", "core_seconds"):
+        account[f"measured_{part}"] = getattr(measured, part)
     if predicted is not None:
         account |= {
             "predicted_step_seconds": predicted.seconds,

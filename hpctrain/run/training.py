@@ -325,7 +325,7 @@ class _Accounts:
             for line in self.trace.finish(self.directory.path, _about(self.session, self.setup), self.reporter.width):
                 self.reporter.say(line)
         steps = self.begun, outcome.position.global_step
-        accounts.finish_steps(self.session, self.steps, self.reporter, steps[1])
+        accounts.finish_steps(self.session, self.setup.backend, self.steps, self.reporter, steps[1])
         accounts.finish_memory(self.session.world, self.setup.backend, self.reporter, steps)
         for record in self.records:
             record.finish(outcome.position)

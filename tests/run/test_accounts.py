@@ -15,7 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpctrain.backend.choice import make_backend
-from hpctrain.comm.base import Communicator, SingleCommunicator
+from hpctrain.comm.base import Communicator
+from hpctrain.config.schema import AveragerConfig
 from hpctrain.core.errors import ConfigError
 from hpctrain.core.text import size_text
 from hpctrain.flight.recorder import FlightRecorder
@@ -42,17 +43,22 @@ PARTS = StepParts(0.5, 20, 0.1875, 0.0625, 0.125, 0.03125, 0.09375)
 PREDICTED = PredictedStep(0.45, 0.2, 1.0, "two nodes", "abc")
 
 
-def _heard(choice: Any = None, parts: StepParts | None = PARTS) -> Heard:
-    session: Any = SimpleNamespace(world=SingleCommunicator(), resolved=SimpleNamespace(choice=choice))
-    times: Any = SimpleNamespace(measured=lambda: parts)
-    heard = Heard()
-    accounts.finish_steps(session, times, heard, 26)
-    return heard
+def _heard(choice: Any = None, *of_ranks: StepParts | None, **averager: Any) -> Heard:
+    def program(comm: Communicator) -> Heard:
+        config = SimpleNamespace(averager=AveragerConfig(**averager))
+        session: Any = SimpleNamespace(world=comm, resolved=SimpleNamespace(choice=choice), config=config)
+        times: Any = SimpleNamespace(measured=lambda: of_ranks[comm.rank])
+        accounts.finish_steps(session, make_backend("numpy"), times, heard := Heard(), 26)
+        return heard
+
+    of_ranks = of_ranks or (PARTS,)
+    return run_virtual(len(of_ranks), program)[0]
 
 
 def test_a_run_of_few_steps_has_no_account() -> None:
-    for heard in (_heard(parts=replace(PARTS, steps=3)), _heard(parts=None)):
-        assert (heard.lines, heard.records) == ([], [])
+    for parts in (replace(PARTS, steps=3), None):
+        for heard in (_heard(None, parts), _heard(None, PARTS, parts)):
+            assert (heard.lines, heard.records) == ([], [])
 
 
 _LINE = (
@@ -104,14 +110,24 @@ def test_parts_add_up_to_the_step(
         assert parts.core_seconds == pytest.approx(seconds - exposed - data - busy, abs=1e-9)
 
 
-def test_the_mean_of_the_ranks_counts_unless_one_has_too_few_steps() -> None:
-    def over(*of_ranks: StepParts | None) -> list[StepParts | None]:
-        return run_virtual(len(of_ranks), lambda comm: accounts.steps_over_ranks(comm, of_ranks[comm.rank]))
-
+def test_the_mean_of_the_ranks_counts() -> None:
     first, second = StepParts(2.0, 40, 1.25, 0.125, 0.5, 0.125, 0.0), StepParts(3.0, 41, 1.75, 0.125, 1.0, 0.125, 0.0)
-    assert over(first, second) == [StepParts(2.5, 40, 1.5, 0.125, 0.75, 0.125, 0.0)] * 2
-    for other in (None, replace(first, steps=13)):
-        assert over(first, other) == [None, None]
+    assert accounts.mean_parts([first, second]) == StepParts(2.5, 40, 1.5, 0.125, 0.75, 0.125, 0.0)
+
+
+def test_a_run_that_waits_for_its_link_is_shown_auto() -> None:
+    waiting = StepParts(0.5, 20, 0.3, 0.0, 0.2, 0.0, 0.0)
+    (_, advice) = _heard(None, waiting, replace(waiting, exposed_seconds=0.155)).lines
+    assert advice.startswith("ranks waited for messages in 31% of each step or more; `hpctrain train FILE --auto` ")
+    others: tuple[tuple[StepParts, dict[str, Any]], ...] = (
+        (replace(waiting, exposed_seconds=0.07), {}),  # below the limit, or this rank is slow and the other waits for it
+        (replace(waiting, data_seconds=0.3, core_seconds=0.2), {}),  # ranks that wait for data or a core delay each other
+        (waiting, {"name": "sparse"}),  # a search proposes nothing that sends as little
+        (waiting, {"name": "priority", "wire": "bfloat16"}),
+    )
+    for other, averager in others:
+        assert len(_heard(None, waiting, other, **averager).lines) == 1
+    assert len(_heard(SimpleNamespace(prediction=PREDICTED), waiting, waiting).lines) == 1
 
 
 @given(st.floats(1e-5, 1e4), st.lists(st.floats(0, 1), min_size=5, max_size=5), st.floats(1e-5, 1e4))
