@@ -417,7 +417,8 @@ def _task(
     if config.automatic:
         from hpctrain.planner.search.configured_search import resolved
 
-        config = resolved(config, ranks, machine, image, classes)
+        config, line = resolved(config, ranks, machine, image, classes)
+        echo(line, err=True)
     elif machine is not None:
         from hpctrain.planner.costs import machine_file
 

@@ -632,7 +632,7 @@ class Config(Section):
     machine: PathText | None = Field(
         default=None,
         description="Machine model for auto and for the advice of `hpctrain plan show`: a file, or the name of an installed one; "
-        "null measures the machine at the start, for at most a minute, if auto needs it.",
+        "null measures the machine at the start, for some seconds, if auto needs it.",
     )
     batch_norm: BatchNormConfig = Field(default_factory=BatchNormConfig, description="The statistics of batch normalisation.")
     on_nonfinite: NonFiniteConfig = Field(

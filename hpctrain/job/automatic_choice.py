@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from hpctrain.assembly.recipe import Recipe, describe
+from hpctrain.assembly.recipe import Recipe, describe, statistics_scopes, statistics_words
 from hpctrain.backend.choice import Backend
+from hpctrain.backend.graph import Graph
 from hpctrain.config.load import flow
 from hpctrain.config.schema import Config
 from hpctrain.config.values import OPEN_SECTIONS
@@ -111,18 +112,22 @@ class AutomaticChoice:
             f"use the model that the choice was made for, or start a new training."
         )
 
-    def line(self, config: Config) -> str:
-        """Return a description of the choice in one line, with the predicted step time.
+    def line(self, config: Config, graph: Graph) -> str:
+        """Return a description of the choice in one line: its predicted step time, the reason, and the scope of batch norms.
 
         Args:
             config: configuration with the choice applied.
+            graph: model lowered for one sample.
         """
         plan = Recipe.of(config, grid=(config.grid.rows, max(1, self.ranks // config.grid.rows))).plan
-        what = ", ".join(self.sections)
-        return (
-            f"{what} auto: {chosen_words(plan, config.averager.name, config.averager.options)}, "
-            f"predicted {self.prediction.seconds:.3g} s per step{f' (next best {self.next_best})' if self.next_best else ''}"
-        )
+        clauses = [
+            f"{', '.join(self.sections)} auto: {chosen_words(plan, config.averager.name, config.averager.options)}",
+            f"predicted {self.prediction.seconds:.3g} s per step",
+            self.why or (self.next_best and f"next best {self.next_best}"),
+        ]
+        if plan.rows > 1 and config.batch_norm.statistics == "local":
+            clauses.append(statistics_words(statistics_scopes(plan, graph, config.batch, config.micro_batches)))
+        return "; ".join(filter(None, clauses))
 
 
 @dataclass(frozen=True)

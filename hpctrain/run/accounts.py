@@ -38,12 +38,6 @@ if TYPE_CHECKING:
 FEWEST_STEPS = 14
 
 
-def step_times(session: Session, setup: TrainingSetup) -> StepTimes:
-    """Return the observer that measures the steps of a run."""
-    on_host, threads = setup.backend.kernels.arithmetic.on_host, session.threads.threads
-    return StepTimes(session.progress, processor=time.thread_time if on_host and threads == 1 else None)
-
-
 def finish_steps(session: Session, backend: Backend, times: StepTimes, reporter: Reporter, step: int) -> None:
     """Report and record the step times of a run that ends at global step `step`, unless it had too few steps. Collective."""
     of_ranks = [one for one in session.world.allgather_object(times.measured()) if one is not None]
@@ -215,7 +209,10 @@ class DataAccount(Observer):
         """Record the waits in an unfinished epoch, and report the waits in all steps of this run."""
         self._record(position.epoch + 1, position)
         if self._every_step[:, 1].all():
-            self._reporter.say(_waits_line(_waits(self._every_step), len(self._every_step)))
+            waits = _waits(self._every_step)
+            of_rank = f" (mean of the ranks; rank {waits['rank']} {waits['most_share']:.1%})" if len(self._every_step) > 1 else ""
+            advice = "; `hpctrain bench data` shows what limits the data" if waits["most_share"] > _NOTABLE_SHARE else ""
+            self._reporter.say(f"steps waited for data {waits['share']:.1%} of the time{of_rank}{advice}")
 
     def _record(self, epoch: int, position: Position) -> None:
         table = self._gathered()
@@ -251,13 +248,6 @@ def _waits(table: np.ndarray) -> dict[str, Any]:
         "most_share": float(waited[slowest]) / mean,
         "rank": int(ranks[slowest]),
     }
-
-
-def _waits_line(waits: Mapping[str, Any], ranks: int) -> str:
-    """Return the line on the waits for data, for the end of a run."""
-    of_rank = f" (mean of the ranks; rank {waits['rank']} {waits['most_share']:.1%})" if ranks > 1 else ""
-    advice = "; `hpctrain bench data` shows what limits the data" if waits["most_share"] > _NOTABLE_SHARE else ""
-    return f"steps waited for data {waits['share']:.1%} of the time{of_rank}{advice}"
 
 
 _WORDS: Mapping[str, str] = {

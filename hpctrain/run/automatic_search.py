@@ -223,7 +223,7 @@ def choose(config: Config, started: StartedJob, resume: str | None) -> Resolved:
     outcome = find(started, task.job, space, config.machine)
     choice = _choice(config, world.size, task, outcome)
     resolved = choice.applied(config)
-    return Resolved(Recipe.of(resolved), choice, outcome.machine, (*lines, choice.line(resolved)), backend)
+    return Resolved(Recipe.of(resolved), choice, outcome.machine, (*lines, choice.line(resolved, task.job.graph_of(1))), backend)
 
 
 def _check_same_images(config: Config, world: Communicator) -> None:
@@ -257,8 +257,9 @@ def _stored(
         return None, (f"{ranks} ranks instead of {choice.ranks}: choosing {open_sections} again",)
     if set(choice.sections) != set(config.automatic):
         return None, (f"auto was set for {' and '.join(choice.sections)} until now: choosing {open_sections} again",)
-    choice.check_fits(with_default_plan(config, ranks, backend), place)
-    return choice, (f"{choice.line(choice.applied(config))}; kept from {place}",)
+    task = with_default_plan(config, ranks, backend)
+    choice.check_fits(task, place)
+    return choice, (f"{choice.line(choice.applied(config), task.job.graph_of(1))}; kept from {place}",)
 
 
 def _of_checkpoint(source: tuple[Path, CheckpointContent] | None) -> tuple[AutomaticChoice, str] | None:

@@ -338,7 +338,8 @@ def _begin_accounts(session: Session, setup: TrainingSetup, directory: RunDirect
     if mode is not ProgressMode.TEST and session.world.size > 1:
         reporter.say(f"progress {mode}: {mode.in_words}")
     reporter.record("progress", {"mode": str(mode)})
-    steps, trace = accounts.step_times(session, setup), None
+    one_thread = setup.backend.kernels.arithmetic.on_host and session.threads.threads == 1
+    steps, trace = StepTimes(session.progress, processor=time.thread_time if one_thread else None), None
     if session.progress.trace is not None:
         from hpctrain.run.trace_report import TraceReport  # here: only traced runs need it
 

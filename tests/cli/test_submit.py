@@ -45,7 +45,7 @@ def _submit(*arguments: str) -> Result:
 
 
 def test_a_job_is_submitted_and_its_number_reported(folder: Path) -> None:
-    result = _submit(CONFIG, "batch=32", "--site", "slurm", "--nodes", "2", "--ranks-per-node", "4", "--account", "mine")
+    result = _submit(CONFIG, "batch=32", "--auto", "--site=slurm", "--nodes=2", "--ranks-per-node", "4", "--account", "mine")
     assert result.exit_code == 0, result.output
     (call,) = stand_ins.calls(folder)
     script = Path(call[2])
@@ -55,7 +55,7 @@ def test_a_job_is_submitted_and_its_number_reported(folder: Path) -> None:
     assert [line for line in others if line[0] != " "] == ["follow it:", "stop it with a checkpoint, without a restart:"]
     assert all(len(line) <= 80 for line in result.output.splitlines())
     text = script.read_text()
-    assert f"TRAIN=({CONFIG} batch=32)\n" in text
+    assert f"TRAIN=({CONFIG} batch=32 --auto)\n" in text
     assert f"ENVIRONMENT={sys.prefix} " in text
     for line in ("--nodes=2", "--ntasks-per-node=4", "--cpus-per-task=16", "--account=mine", "--time=06:00:00"):
         assert re.search(rf"^#SBATCH {line}( |$)", text, re.MULTILINE), line
@@ -107,10 +107,7 @@ def test_a_max_time_of_the_configuration_is_kept(folder: Path) -> None:
 
 def test_restarts_doctor_and_stage_reach_the_script(folder: Path) -> None:
     Path("environment.tar").touch()
-    text = _submit(
-        CONFIG, "--site", "slurm", "--restarts", "3", "--no-doctor", "--stage", "environment.tar", "--auto", "--dry-run"
-    ).output
-    assert f"TRAIN=({CONFIG} --auto)\n" in text
+    text = _submit(CONFIG, "--site", "slurm", "--restarts", "3", "--no-doctor", "--stage", "environment.tar", "--dry-run").output
     for line in ("MOST_RESTARTS=3 ", "DOCTOR_SECONDS=0 ", "STAGE=environment.tar "):
         assert f"\n{line}" in text
 

@@ -28,6 +28,7 @@ from hpctrain.planner.costs.operator_times import OperatorTimes, Setting, cache_
 from hpctrain.planner.job import Candidate
 from hpctrain.planner.planned_run import PlannedRun, prepare
 from hpctrain.planner.program.step_program import predict
+from hpctrain.planner.search.advantage import advantage
 from hpctrain.planner.search.search import UNCERTAIN_SHARE, SearchResult, search
 from hpctrain.planner.search.search_space import configured_space, kept_sections
 from hpctrain.planner.simulation.tasks import Prediction, SimulationOptions
@@ -281,8 +282,10 @@ def with_best(task: SearchTask) -> Config:
     return with_candidate(task.config, run_search(task).result.best.candidate) if task.config.automatic else task.config
 
 
-def resolved(config: Config, ranks: int | None, machine: str | None, image: ImageShape | None, classes: int | None) -> Config:
-    """Return the configuration that a job with this number of ranks would run on a machine, without starting the job.
+def resolved(
+    config: Config, ranks: int | None, machine: str | None, image: ImageShape | None, classes: int | None
+) -> tuple[Config, str]:
+    """Return the configuration that a job with this number of ranks would run on a machine, and a line with the reason.
 
     Args:
         ranks: number of ranks; None: the size of the configured grid.
@@ -292,8 +295,6 @@ def resolved(config: Config, ranks: int | None, machine: str | None, image: Imag
     Raises:
         ConfigError: a section is auto, but the number of ranks or the machine is unknown, or no plan fits.
     """
-    if not config.automatic:
-        return config
     name = machine or config.machine
     if ranks is None and not config.grid.automatic and config.grid.cols is not None:
         ranks = config.grid.rows * config.grid.cols
@@ -305,7 +306,10 @@ def resolved(config: Config, ranks: int | None, machine: str | None, image: Imag
             f"give {option}, or values instead of auto."
         )
     keep = kept_sections(config)
-    return with_best(SearchTask(config, ranks, machine_file.read(name), keep=keep, image=image, classes=classes))
+    outcome = run_search(SearchTask(config, ranks, machine_file.read(name), keep=keep, image=image, classes=classes))
+    why = advantage(outcome.planned.job, outcome.result, outcome.task.machine)
+    line = f"{', '.join(config.automatic)} auto: predicted {outcome.seconds:.3g} s per step{why and f'; {why}'}"
+    return with_candidate(config, outcome.result.best.candidate), line
 
 
 Mode = Literal["weak", "strong"]
