@@ -174,9 +174,10 @@ class RankProcess:
             config, notes = trial.config, trial.notes
         resolved = Resolved(replace(recipe, config=config))
         if config.automatic:
-            from hpctrain.run.automatic_search import choose
+            from hpctrain.comm import mpi
+            from hpctrain.process.earlier_choices import choose_again
 
-            resolved = choose(config, started, resume)
+            resolved = choose_again(config, started, resume, mpi.library() if self.launcher.starts_mpi else "")
         resolved = replace(resolved, lines=(*notes, *resolved.lines))
         return Session.start(resolved, self.launcher, threads, world, revision, self.flight, device_messages)
 
@@ -217,7 +218,7 @@ class RankProcess:
 
         if config is not None:
             if config.automatic:
-                from hpctrain.run import automatic_search  # noqa: F401
+                from hpctrain.process import earlier_choices  # noqa: F401
             if config.trace:
                 from hpctrain.run import trace_report  # noqa: F401
         if trains:

@@ -51,7 +51,7 @@ from hpctrain.storage.checkpoint import CheckpointContent
 
 _log = logging.getLogger(__name__)
 
-_TIMING_SECONDS = 20.0
+_TIMING_SECONDS = 5.5
 
 
 @dataclass(frozen=True)
@@ -76,32 +76,27 @@ def find(started: StartedJob, job: Job, space: SearchSpace, machine: str | None)
     """Return the candidate with the shortest predicted step on the ranks of a started job. Collective; the same on every rank.
 
     Args:
-        machine: machine file, or name of an installed one; None: measure the machine, which takes up to a minute.
+        machine: machine file, or name of an installed one; None: measure the machine.
 
     Raises:
         ConfigError: the machine file is invalid, or no plan fits the job.
     """
-    if machine is None:
+    used = None if machine is None else started.on_root(lambda: machine_file.read(machine).with_threads(started.threads))
+    timed, limits = None, (started.threads, started.deadline_seconds)
+    if job.kernels.arithmetic.on_host:
+        memory_bytes = None if used is None else used.memory_bytes
+        timed = measured_times(started.world, job, space, *limits, _TIMING_SECONDS, memory_bytes)
+    kept = None
+    if used is None:
         dtypes = ("float32", "bfloat16") if job.dtype == "bfloat16" else ("float32",)
-        used = measured(started.world, job.kernels, started.threads, started.deadline_seconds, dtypes=dtypes)
-    else:
-        used = started.on_root(lambda: machine_file.read(machine).with_threads(started.threads))
+        rates_of_job = None if timed is None else timed.rates
+        used = kept = measured(started.world, job.kernels, *limits, known_rates=rates_of_job, dtypes=dtypes)
     if note := used.estimate_note(job.dtype):
         _log.info(note)
     rates = RateCosts(used, job.dtype)
     costs: ComputeCosts = rates
-    if job.kernels.arithmetic.on_host:
-        times = measured_times(
-            started.world,
-            job,
-            space,
-            threads=started.threads,
-            memory_bytes=used.memory_bytes,
-            budget_seconds=_TIMING_SECONDS,
-            deadline_seconds=started.deadline_seconds,
-        )
-        costs = MeasuredCosts(times, rates)
-    kept = used if machine is None else None
+    if timed is not None and timed.uses:
+        costs, space = MeasuredCosts(timed.times, rates), replace(space, uses=timed.uses)
     return started.on_root(lambda: best(job, used, costs, started.world.size, space, kept))
 
 
@@ -139,8 +134,7 @@ class Automatic:
 
     Args:
         model, image_shape, optimizer, micro_batches, backend, dtype, precision, ema_decay: arguments of `Job.replica`.
-        machine: file written by `hpctrain calibrate`, or name of an installed machine; None: measure the machine, which takes up
-            to a minute.
+        machine: file written by `hpctrain calibrate`, or name of an installed machine; None: measure the machine.
     """
 
     model: Layer
@@ -199,18 +193,19 @@ def named(choice: Choice) -> tuple[str, dict[str, Any]]:
     return options.pop("name"), options
 
 
-def choose(config: Config, started: StartedJob, resume: str | None) -> Resolved:
+def choose(config: Config, started: StartedJob, resume: str | None, backend: Backend | None = None) -> Resolved:
     """Choose the sections that the configuration leaves open, from an earlier run or by a search. Collective over the world.
 
     Args:
         resume: run directory, checkpoint or keyword, see `find_checkpoint`; None: start a new run.
+        backend: backend of this rank; None: make the configured one.
 
     Raises:
         ConfigError, DataError: the machine file is invalid, no plan fits the job, or the training file differs between ranks.
         CheckpointError: the stored choice belongs to another model.
     """
     world, place = started.world, started.place()
-    backend = raise_on_all_ranks(world, lambda: make_backend(config.backend, config.dtype, config.precision, place))
+    backend = backend or raise_on_all_ranks(world, lambda: make_backend(config.backend, config.dtype, config.precision, place))
     if world.size == 1:  # all choices are the same, so nothing is measured
         return Resolved(Recipe.of(with_defaults(config)), backend=backend)
     source = None if resume is None else find_checkpoint(world, config.output, config.name, resume)
@@ -242,7 +237,7 @@ def _check_same_images(config: Config, world: Communicator) -> None:
 
 
 def _stored(
-    config: Config, ranks: int, source: tuple[Path, CheckpointContent] | None, backend: Backend
+    config: Config, ranks: int, source: tuple[Path, CheckpointContent] | None, backend: Backend | None
 ) -> tuple[AutomaticChoice | None, tuple[str, ...]]:
     """Return (choice of an earlier run, lines for the log).
 

@@ -22,23 +22,26 @@ from hpctrain.config.schema import Config
 from hpctrain.core.errors import CheckpointError, ConfigError
 from hpctrain.job.automatic_choice import CHOICE_META, AutomaticChoice, PredictedStep, Resolved, machine_digest, model_digest
 from hpctrain.optim.optimizers import Lars, Sgd
-from hpctrain.parallel.parallel_plan import ParallelPlan
+from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
 from hpctrain.planner import planned_run
 from hpctrain.planner.costs import machine_file
 from hpctrain.planner.costs.machine import Link, LinkSegment, Machine, OperatorClass, OperatorRate
-from hpctrain.planner.costs.operator_times import OperatorTimes, cache_file
+from hpctrain.planner.costs.operator_times import cache_file
 from hpctrain.planner.job import Candidate
-from hpctrain.planner.measure import calibration, measurement
-from hpctrain.planner.measure.measurement import measured_times
+from hpctrain.planner.measure import calibration, measurement, program_timing
+from hpctrain.planner.measure.measurement import TimedOperators, measured_times
 from hpctrain.planner.planned_run import PlannedRun, prepare
 from hpctrain.planner.search import configured_search
 from hpctrain.planner.search.search_space import SearchSpace
+from hpctrain.process import earlier_choices
+from hpctrain.process.earlier_choices import choose_again
 from hpctrain.run import automatic_search as start_search
 from hpctrain.run import build
 from hpctrain.run.automatic_search import Automatic, StartedJob, named, optimizer_factory
 from hpctrain.runs.directory import RunDirectory
 from hpctrain.storage import checkpoint
 from hpctrain.storage.checkpoint import CheckpointContent
+from hpctrain.trace import time_budget
 from hpctrain_testing.virtual.communicator import ThreadCommunicator
 from hpctrain_testing.virtual.run import run_virtual
 from tests.support import nets, planned
@@ -213,6 +216,33 @@ def test_what_another_resume_leaves_open_is_decided_again(folder: Path, search: 
     )
 
 
+def test_a_start_on_the_same_nodes_keeps_the_choice_unless_its_links_have_changed(
+    folder: Path, search: _Search, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Find a choice for another link, model, batch or library that is reused, and one from disturbed measurements."""
+    links = [0.1, 0.3]
+    monkeypatch.setattr(start_search, "measured", lambda *arguments, **options: planned.machine())
+    monkeypatch.setattr(earlier_choices, "check_links", lambda comm, progress: list(links))
+    monkeypatch.setattr(earlier_choices, "oversubscribed", lambda *arguments: False)
+    monkeypatch.setattr(time_budget, "_BUSY_SHARE", -1.0)
+
+    def searches(*overrides: str, library: str = "MPI 1") -> int:
+        config, before = _config(folder, "machine=null", *overrides), len(search.spaces)
+        first, second = run_virtual(2, lambda comm: choose_again(config, StartedJob(comm, 1, 60.0), None, library))
+        assert first.choice == second.choice
+        assert ("kept from an earlier start" in first.lines[0]) == (len(search.spaces) == before)
+        return len(search.spaces) - before
+
+    assert [searches(), searches()] == [1, 1]
+    monkeypatch.setattr(time_budget, "_BUSY_SHARE", 9.0)
+    assert [searches(), searches(), searches("epochs=2")] == [1, 0, 0]
+    assert [searches("batch=6"), searches("model.hidden=6"), searches(library="MPI 2")] == [1, 1, 1]
+    links[1] = 0.32
+    assert searches() == 0
+    links[1] = 0.36
+    assert [searches(), searches()] == [1, 0]
+
+
 def test_a_run_without_checkpoints_has_no_choice_to_keep(folder: Path, search: _Search) -> None:
     assert (len(_resolved(folder, 2, resume="auto")[0].lines), len(search.spaces)) == (1, 1)
     assert (_resolved(folder, 1)[0].choice, len(search.spaces)) == (None, 1)  # one rank has nothing to choose
@@ -324,46 +354,32 @@ def test_work_of_rank_0_that_fails_fails_everywhere() -> None:
     assert run_virtual(2, lambda comm: StartedJob(comm, 1, 60.0).on_root(lambda: comm.rank + 7)) == [7, 7]
 
 
-def _times(comm: ThreadCommunicator, budget_seconds: float, space: SearchSpace) -> OperatorTimes:
-    return measured_times(comm, JOB, space, threads=1, memory_bytes=1 << 30, budget_seconds=budget_seconds, deadline_seconds=60.0)
+def _times(comm: ThreadCommunicator, budget_seconds: float, space: SearchSpace) -> TimedOperators:
+    return measured_times(comm, JOB, space, 1, 60.0, budget_seconds, 1 << 30)
 
 
-def test_what_was_measured_once_is_known_afterwards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_measured_once_on_a_quiet_machine_is_known_afterwards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(measurement, "usable_cores", lambda cpus: 2)
     space = SearchSpace(fixed_grid=(1, 2), fixed_micro_batches=1)
-    assert {len(times) for times in run_virtual(2, partial(_times, budget_seconds=0.0, space=space))} == {0}
-    first = run_virtual(2, partial(_times, budget_seconds=60.0, space=space))
-    assert cache_file().is_relative_to(tmp_path)
-    assert cache_file().exists()
-    assert len(first[0]) == len(first[1]) > 5
-    again = run_virtual(2, partial(_times, budget_seconds=0.0, space=space))
-    assert {len(times) for times in again} == {len(first[0])}
+    for nothing in run_virtual(2, partial(_times, budget_seconds=0.0, space=space)):
+        assert (len(nothing.times), nothing.uses, nothing.rates) == (0, frozenset(), None)
+    for busy in (True, False):  # times of a busy machine must not stay
+        monkeypatch.setattr(time_budget, "_BUSY_SHARE", -1.0 if busy else 9.0)
+        first, other = run_virtual(2, partial(_times, budget_seconds=60.0, space=space))
+        assert (cache_file().exists(), len(first.times) > 5) == (not busy, True)
+        assert (first.uses, first.rates) == (other.uses, other.rates)
+    monkeypatch.setattr(program_timing.TimedProgram, "measure", lambda *arguments: pytest.fail("measured again"))
+    again, _ = run_virtual(2, partial(_times, budget_seconds=60.0, space=space))
+    assert (len(again.times), again.uses) == (len(first.times), {(1, Parallelism.BATCH)})
 
 
 def test_a_cache_that_cannot_be_written_is_no_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     space = SearchSpace(fixed_grid=(1, 1), fixed_plan=ParallelPlan(), fixed_micro_batches=1)
-    (times,) = run_virtual(1, partial(_times, budget_seconds=60.0, space=space))
-    assert len(times) > 5
-
-
-RATES = {kind: OperatorRate(1e9 * (number + 1), 2e9, 1e-6) for number, kind in enumerate(OperatorClass)}
-
-
-@pytest.mark.slow
-def test_ranks_measure_their_links_and_agree(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calibration, "measure_rates_of", lambda *arguments: RATES)
-
-    def program(comm: Communicator) -> Machine:
-        return measurement.measured(comm, NumpyKernelSet(), 1, 60.0, 0.5)
-
-    first, second = run_virtual(2, program)
-    assert first == second
-    assert (first.nodes, first.ranks_per_node, first.name) == (1, 2, measurement.NAME)
-    assert (first.rates, first.within.segments[0].from_bytes) == (RATES, 0)
-    assert first.memory_bytes > 0
-    assert first.cores_per_rank > 0
+    (timed,) = run_virtual(1, partial(_times, budget_seconds=60.0, space=space))
+    assert len(timed.times) > 5
 
 
 def test_names_and_options_come_as_in_a_configuration() -> None:

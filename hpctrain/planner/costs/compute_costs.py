@@ -45,9 +45,9 @@ class ComputeCosts(Protocol):
         """Return the share, in [0, 1], of the seconds requested so far that comes from measured times."""
 
 
-# Accesses per element of an update with momentum: reads of weight, gradient, momentum, and again of the weight for the check of
-# finite values; writes of weight and momentum.
-_UPDATE_ACCESSES = 6
+#: accesses per element of an update with momentum: reads of weight, gradient, momentum, and again of the weight for the check of
+#: finite values; writes of weight and momentum.
+UPDATE_ACCESSES = 6
 # Number of calls in a step that cost about as much as an operator's call: loss, sums, message, learning rate, input.
 _CALLS_OF_A_STEP = 20
 
@@ -71,7 +71,7 @@ class RateCosts:
 
     def update_seconds(self, elements: int) -> float:
         rate = self._machine.rates[OperatorClass.MEMORY]
-        return _UPDATE_ACCESSES * elements * self._item_bytes / rate.bytes_per_second
+        return UPDATE_ACCESSES * elements * self._item_bytes / rate.bytes_per_second
 
     def step_seconds(self, input_bytes: int, operators: int) -> float:
         """Return the seconds to copy the input and to make a fixed number of calls. `seconds` includes the calls of operators."""

@@ -116,8 +116,8 @@ def _paddings(value: Any) -> Iterator[str]:
 _log = logging.getLogger(__name__)
 
 FORMAT = 1
-#: largest ratio between a size and a measured size whose rate determines its time
-REACH = 2.0
+#: largest ratio between a size and a measured size whose rate determines its time, and whose time need not be measured
+REACH, _NEAR = 2.0, 1.25
 _DIMS = 3
 
 
@@ -193,10 +193,10 @@ class OperatorTimes:
         self._families.setdefault(key.family, {})[key.extents] = seconds
 
     def measured(self, key: OperatorKey) -> bool:
-        """Return whether an operator with these extents was measured; details may differ."""
-        return key.extents in self._families.get(key.family, {})
+        """Return whether an operator with nearly these extents was measured; details may differ."""
+        return self.seconds(key, _NEAR) is not None
 
-    def seconds(self, key: OperatorKey) -> float | None:
+    def seconds(self, key: OperatorKey, reach: float = REACH) -> float | None:
         """Return the measured time, or one derived from operators that differ in one extent; None if unknown.
 
         Operators that differ in N are tried first, then operators that differ in H, then operators that differ in W.
@@ -212,7 +212,7 @@ class OperatorTimes:
             others = [other for other in range(_DIMS) if other != dim]
             alike = [extents for extents in samples if all(extents[other] == key.extents[other] for other in others)]
             points = sorted((extents[dim], samples[extents]) for extents in alike)
-            seconds = interpolated(points, key.extents[dim])
+            seconds = interpolated(points, key.extents[dim], reach)
             if seconds is not None:
                 return seconds
         return None
@@ -242,11 +242,11 @@ class OperatorTimes:
         atomic_write.write_json(self._path, content | {"format": FORMAT})
 
 
-def interpolated(points: Sequence[tuple[int, float]], size: int) -> float | None:
+def interpolated(points: Sequence[tuple[int, float]], size: int, reach: float = REACH) -> float | None:
     """Return the seconds at a size from sorted (size, seconds) points.
 
     Between points, the time is piecewise linear. Outside, it follows from the rate of the nearest point; the result is None if
-    this point is not within a factor of `REACH`, or if there are no points.
+    this point is not within a factor of `reach`, or if there are no points.
     """
     if not points:
         return None
@@ -257,7 +257,7 @@ def interpolated(points: Sequence[tuple[int, float]], size: int) -> float | None
     nearest, seconds = points[0] if place == 0 else points[-1]
     if nearest == size:
         return seconds
-    if not (min(size, nearest) > 0 and max(size, nearest) <= REACH * min(size, nearest)):
+    if not (min(size, nearest) > 0 and max(size, nearest) <= reach * min(size, nearest)):
         return None
     slope = seconds / nearest
     if len(points) > 1:  # calls have a fixed cost, so the slope lies between 0 and the mean rate

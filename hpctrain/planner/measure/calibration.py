@@ -27,8 +27,8 @@ from hpctrain.planner.costs import machine_file
 from hpctrain.planner.costs.machine import Link, LinkSegment, Machine, OperatorClass, OperatorRate, slowest_rate
 from hpctrain.planner.costs.operator_work import OperatorWork, work_of
 from hpctrain.planner.measure import link_measurement
-from hpctrain.planner.measure.link_measurement import THOROUGH, Effort, LinkProbe, MessagePoint
-from hpctrain.planner.measure.program_timing import TimedProgram, clock_of, fake_mergers
+from hpctrain.planner.measure.link_measurement import QUICK, THOROUGH, Effort, LinkProbe, MessagePoint
+from hpctrain.planner.measure.program_timing import Repeats, TimedProgram, clock_of, fake_mergers
 
 _STEPS = 4
 # Bytes of the array that a thread copies, more than its share of the caches, and number of its copies per lap.
@@ -113,25 +113,29 @@ def measure_memory_traffic(threads: int, before: Callable[[], None] = lambda: No
 
 
 def rates_from_timings(timings: Sequence[Timing]) -> dict[OperatorClass, OperatorRate]:
-    """Return the rates of the operator classes that have timings.
+    """Return the rates of the operator classes that have timings, and of all classes of float32.
 
     Memory-bound operators have the operations per second of convolutions. All classes have the bytes per second of memory-bound
-    operators.
+    operators. A class of float32 without timings has the rate of a similar class; memory-bound operators need timings.
     """
     of_class: dict[OperatorClass, list[Timing]] = {}
     for work, seconds in timings:
         of_class.setdefault(work.kind, []).append((work, seconds))
     fitted = {kind: _fitted(some, by_bytes=_is_memory(kind)) for kind, some in of_class.items()}
 
+    def fit(*kinds: OperatorClass) -> list[float]:
+        return next(fitted[kind] for kind in (*kinds, OperatorClass.MEMORY) if kind in fitted)
+
     def rate(kind: OperatorClass) -> OperatorRate:
         dtype = "float32" if kind is kind.of_dtype("float32") else "bfloat16"
-        call_seconds, operation_seconds, *others = fitted[kind]
+        products = [one.of_dtype(of) for of in (dtype, "bfloat16") for one in (OperatorClass.CONVOLUTION, OperatorClass.PRODUCT)]
+        call_seconds, operation_seconds, *others = fit(kind) if _is_memory(kind) else fit(kind, *products)
         if _is_memory(kind):
-            operation_seconds = fitted[OperatorClass.CONVOLUTION.of_dtype(dtype)][1]
-        byte_seconds = fitted[OperatorClass.MEMORY.of_dtype(dtype)][1]
+            operation_seconds = fit(*products)[1]
+        byte_seconds = fit(OperatorClass.MEMORY.of_dtype(dtype))[1]
         return OperatorRate(1 / operation_seconds, 1 / byte_seconds, call_seconds, *(1 / one if one else None for one in others))
 
-    return {kind: rate(kind) for kind in OperatorClass if kind in fitted}
+    return {kind: rate(kind) for kind in OperatorClass if kind in fitted or kind is kind.of_dtype("float32")}
 
 
 def _is_memory(kind: OperatorClass) -> bool:
@@ -185,7 +189,8 @@ def _timings(
         dtype=dtype,
         clock=clock,
     )
-    times = timed.measure(_STEPS, before)
+    times = timed.measure(Repeats(steps=_STEPS), before)
+    assert times is not None  # there is no time limit
     timings = []
     for (action, k), seconds in times.actions.items():
         work = work_of(timed.plan.steps[k], action, timed.plan.memory[k])
@@ -341,14 +346,34 @@ def _slowest(rates_of_ranks: Sequence[Mapping[OperatorClass, OperatorRate]]) -> 
     return {kind: slowest_rate([rates[kind] for rates in rates_of_ranks]) for kind in rates_of_ranks[0]}
 
 
+def check_links(comm: Communicator, progress: ProgressEngine) -> list[float]:
+    """Return the seconds of long messages within and between nodes, in one pass. Collective; the same on every rank."""
+    node = comm.split_shared_memory("check of links")
+    layout = _Layout(node_numbers(comm, node), tuple(comm.allgather_object(node.rank)))
+    kinds = [_pair_within] * (layout.ranks_per_node > 1) + [_pair_between] * (layout.nodes > 1)
+    once = replace(QUICK, sizes=QUICK.sizes[-2:], passes=1)
+    points = (LinkProbe(comm, kind(comm, layout), progress).measure(once, details=False) for kind in kinds)
+    return [point.seconds for of_kind in points for point in of_kind]
+
+
+def _pair_within(comm: Communicator, layout: _Layout) -> Communicator | None:
+    """Return the communicator of this rank and its partner on the same node; None: it has none."""
+    color = _number(layout, comm.rank, lambda node, local: (node, local // 2))
+    return comm.split(color, comm.rank, "calibration within nodes")
+
+
+def _pair_between(comm: Communicator, layout: _Layout) -> Communicator | None:
+    """Return the communicator of one rank of each of the first two nodes; None on all other ranks."""
+    first = layout.node_of[comm.rank] < 2 and layout.local[comm.rank] == 0
+    return comm.split(0 if first else None, comm.rank, "calibration between nodes")
+
+
 def _within(
     comm: Communicator, progress: ProgressEngine, layout: _Layout, source: str, effort: Effort, budget_seconds: float
 ) -> tuple[Link, dict[str, str]]:
     if layout.ranks_per_node == 1:
         return _USUAL_WITHIN, {"within": "not measured: one rank per node; shared memory of a current processor"}
-    color = _number(layout, comm.rank, lambda node, local: (node, local // 2))
-    pair = comm.split(color, comm.rank, "calibration within nodes")
-    without_bursts = replace(effort, pause_seconds=0.0)
+    without_bursts, pair = replace(effort, pause_seconds=0.0), _pair_within(comm, layout)
     points = LinkProbe(comm, pair, progress).measure(without_bursts, budget_seconds=budget_seconds)
     return link_measurement.link(points, bursts=False), {"within": f"{source}, all ranks of a node in pairs at once"}
 
@@ -360,9 +385,7 @@ def _between(
     if layout.nodes == 1:
         reason = "not measured: one node"
         return _USUAL_BETWEEN, layout.ranks_per_node, {"between": f"{reason}; 10 Gb/s Ethernet", "ranks_per_card": reason}
-    first = layout.node_of[comm.rank] < 2 and layout.local[comm.rank] == 0
-    alone = comm.split(0 if first else None, comm.rank, "calibration between nodes")
-    points = LinkProbe(comm, alone, progress).measure(effort, budget_seconds=budget_seconds)
+    points = LinkProbe(comm, _pair_between(comm, layout), progress).measure(effort, budget_seconds=budget_seconds)
     sources = {"between": f"{source}, one rank of each of two nodes"}
     if layout.ranks_per_node == 1:
         return link_measurement.link(points), 1, {**sources, "ranks_per_card": "one rank per node"}

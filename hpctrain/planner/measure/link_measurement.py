@@ -116,19 +116,16 @@ def _settled(passes: Sequence[Sequence[_Raw]], alike: float) -> bool:
     """Return whether the last pass confirms the fastest earlier one; times of short messages vary too much to compare."""
     if len(passes) < 2:
         return False
-    *earlier, last = passes
-    confirmed = True
-    for k, raw in enumerate(last):
-        if raw.n_bytes >= _POLLED_FROM:
-            for now, before in ((raw.one, min(of[k].one for of in earlier)), (raw.two, min(of[k].two for of in earlier))):
-                confirmed &= abs(now - before) <= alike * before
-    return confirmed
+    long = [k for k, raw in enumerate(passes[-1]) if raw.n_bytes >= _POLLED_FROM]
+    times = [[(of[k].one, of[k].two) for k in long] for of in passes]
+    fastest, now = np.min(times[:-1], axis=0), np.array(times[-1])
+    return bool(np.all(abs(now - fastest) <= alike * fastest))
 
 
-def _cache_bytes(caches: Path = _CACHES) -> int:
+def _cache_bytes() -> int:
     """Return the number of bytes to write to evict everything from the caches of a core."""
     try:
-        sizes = [int((level / "size").read_text().strip().removesuffix("K")) << 10 for level in caches.glob("index*")]
+        sizes = [int((level / "size").read_text().strip().removesuffix("K")) << 10 for level in _CACHES.glob("index*")]
     except (OSError, ValueError):
         sizes = []
     return min(_MOST_CACHE_BYTES, int(_EVICTING * sum(sizes)) or _MOST_CACHE_BYTES)

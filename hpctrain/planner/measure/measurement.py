@@ -13,6 +13,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +30,15 @@ from hpctrain.planner.costs.machine import Machine, OperatorClass, OperatorRate
 from hpctrain.planner.costs.operator_times import OperatorTimes, Setting, cache_file, processor_model, setting_here
 from hpctrain.planner.job import Candidate, Job
 from hpctrain.planner.measure import calibration
-from hpctrain.planner.measure.calibration import RankFacts, calibrate
+from hpctrain.planner.measure.calibration import RankFacts, calibrate, rates_from_timings
 from hpctrain.planner.measure.link_measurement import QUICK, THOROUGH, Effort
-from hpctrain.planner.measure.program_timing import Coverage, ensure_measured
+from hpctrain.planner.measure.program_timing import FEW_STEPS, Coverage, ensure_measured
 from hpctrain.planner.search import configured_search
 from hpctrain.planner.search.configured_search import SearchTask, on_any_grid
 from hpctrain.planner.search.estimates import unsplit_plan
 from hpctrain.planner.search.search_space import SearchSpace, grid_shapes
 from hpctrain.storage.atomic_write import check_target
+from hpctrain.trace.time_budget import TimeBudget
 
 _LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
@@ -86,6 +88,8 @@ def _memory_bytes() -> int:
 
 
 NAME = "measured at the run"
+# Pure data parallelism, and split layers with which it mixes best: without times of both, all predictions follow from rates.
+_BASIS = 2
 
 _WHOLE_SECONDS = 60.0
 
@@ -99,12 +103,14 @@ def measured(
     name: str = NAME,
     *,
     effort: Effort = QUICK,
+    known_rates: Mapping[OperatorClass, OperatorRate] | None = None,
     vary_threads: bool = False,
     dtypes: Sequence[str] = ("float32",),
 ) -> Machine:
     """Measure links, memory and rates within `seconds`. Collective over `world`; return the same machine on every rank.
 
     Args:
+        known_rates: rates of this rank; None on all ranks: measure them.
         vary_threads: whether to measure the effect of threads, too; equal on all ranks.
         dtypes: dtypes of activations to measure; bfloat16 is left out unless the processors of all ranks multiply it.
     """
@@ -112,7 +118,7 @@ def measured(
     dtypes = [dtype for dtype in dtypes if multiply_bfloat16 or dtype != "bfloat16"]
 
     def rates(before: Callable[[], None]) -> Mapping[OperatorClass, OperatorRate]:
-        return calibration.measure_rates_of(kernels, threads, before, dtypes)
+        return known_rates or calibration.measure_rates_of(kernels, threads, before, dtypes)
 
     def effect_of_threads(before: Callable[[], None]) -> tuple[Mapping[OperatorClass, OperatorRate], float]:
         with threadpool_limits(limits=1):  # networks are built under it, as oneDNN plans operators for a number of threads
@@ -136,57 +142,89 @@ def measured(
 _log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True)
+class TimedOperators:
+    """Operators that were timed at the start of a job.
+
+    Attributes:
+        times: times on rank 0; without meaning on other ranks, or if there are no uses.
+        uses: pairs (Pr, use of layers) whose operators all have times; empty if not even the first candidate was timed.
+        rates: rates fitted to the times; None if nothing was timed.
+    """
+
+    times: OperatorTimes
+    uses: frozenset[tuple[int, Parallelism]]
+    rates: Mapping[OperatorClass, OperatorRate] | None
+
+
 def measured_times(
     world: Communicator,
     job: Job,
     space: SearchSpace,
-    *,
     threads: int,
-    memory_bytes: int,
-    budget_seconds: float,
     deadline_seconds: float,
-) -> OperatorTimes:
+    budget_seconds: float,
+    memory_bytes: int | None = None,
+) -> TimedOperators:
     """Measure the operators of likely candidates while all ranks compute; rank 0 stores the times. Collective over `world`.
 
     Args:
-        memory_bytes: memory of a rank; candidates that need more are not measured.
+        memory_bytes: memory of a rank; candidates that need more are not measured. None: an equal share of this node's.
 
     Raises:
         ConfigError: no grid fits batch and ranks.
     """
     progress = ProgressEngine(rank=world.rank, deadline_seconds=deadline_seconds, abort=world.abort)
     node = world.split_shared_memory("node")
-    times: OperatorTimes = world.broadcast_object(
-        OperatorTimes(setting_here(job.kernels, threads, node.size), cache_file()) if world.rank == 0 else None
-    )
+    times = OperatorTimes(setting_here(job.kernels, threads, node.size), cache_file() if world.rank == 0 else None)
     candidates = list(_likely(job, space, world.size))
-    left = budget_seconds
-    for some in (candidates[:1], candidates[1:]):  # first the candidate with which every choice is compared
-        coverage = ensure_measured(
-            job,
-            some,
-            times,
-            budget_seconds=left,
-            memory_bytes=memory_bytes,
-            before=lambda: progress.wait_handle(world.ibarrier(), "a timed step"),
-            agree=world.broadcast_object,
-        )
-        left -= coverage.seconds
-    if world.rank == 0:
+    _log.info("timing the operators of %s for grid, plan and averager, for at most %.0f s", job.model, budget_seconds)
+    timed = partial(
+        ensure_measured,
+        memory_bytes=memory_bytes or _memory_bytes() // node.size,
+        repeats=FEW_STEPS,
+        basis=_BASIS,
+        before=lambda: progress.wait_handle(world.ibarrier(), "a timed step"),
+    )
+    budget = TimeBudget(budget_seconds, world.broadcast_object)
+    coverage = timed(job, candidates, times, budget=budget)
+    timings, uses = coverage.timings, {(one.plan.rows, one.plan.default) for one in coverage.covered}
+    if coverage.covered[:_BASIS] != tuple(candidates[:_BASIS]):
+        uses = set()
+        if not coverage.covered:
+            few = replace(job, batch=min(job.batch, world.size))
+            half = TimeBudget(budget_seconds / 2, world.broadcast_object)
+            timings = timed(few, candidates[:1], OperatorTimes(times.setting), budget=half).timings
+        _log.info("a step of %s takes too long to time its operators; the choice follows from their rates", job.model)
+    elif coverage.left:
+        others = [f"{one.plan.default} on {one.plan.rows} rows" for one in candidates if one not in coverage.covered]
+        _log.info("not searched, because there was no time or memory to time them: %s", ", ".join(others))
+    cores = usable_cores(frozenset[int]().union(*node.allgather_object(os.sched_getaffinity(0))))
+    if budget.is_busy and node.size * threads <= cores:  # these times are too long for a quiet start, which would reuse them
+        _log.info("other programs use the cores; the choice is for a quiet machine, and the next start times operators again")
+    elif world.rank == 0:
         try:
             times.save()
         except OSError as error:
             _log.warning("Cannot store the operator times (%s); the next job measures them again.", error.strerror)
-    return times
+    uses |= {(rows, Parallelism.BATCH) for rows, _ in uses}
+    rates = rates_from_timings(timings) if timings and world.rank == 0 else None
+    return TimedOperators(times, frozenset(uses), world.broadcast_object(rates))
 
 
 def _likely(job: Job, space: SearchSpace, ranks: int) -> Iterator[Candidate]:
-    """Yield candidates with one use for all layers on each grid, or with the fixed plan; pure data parallelism comes first."""
+    """Yield candidates with one use for all layers on each grid, or with the fixed plan, those with which others mix first.
+
+    A grid that splits layers also has layers of pure data parallelism; these do not differ from those of the first candidate.
+    """
     micro_batches = space.fixed_micro_batches or 1
     shapes = sorted(grid_shapes(space, job.graph_of(1), ranks, job.batch))
-    for rows, cols in shapes:
+    for number, (rows, cols) in enumerate(shapes):
         plan = unsplit_plan(space, (rows, cols))
-        for use in (plan.default,) if rows == 1 or space.fixed_plan is not None else Parallelism:
+        uses: tuple[Parallelism, ...] = (plan.default,)
+        if rows > 1 and space.fixed_plan is None:
+            uses = (*(() if number else (Parallelism.BATCH,)), Parallelism.MODEL, Parallelism.DOMAIN)
+        for use in uses:
             yield Candidate(replace(plan, default=use), micro_batches=micro_batches)
 
 
@@ -272,10 +310,9 @@ def _measure_with_others(work: _Work, number: int, barrier: Any, decision: Any, 
         on_any_grid(work.task).job,
         work.candidates,
         times,
-        budget_seconds=work.budget_seconds,
+        budget=TimeBudget(work.budget_seconds, agree),
         memory_bytes=work.task.machine.memory_bytes,
         before=lambda: barrier.wait(_PATIENCE_SECONDS),
-        agree=agree,
     )
     if number == 0:
         times.save()

@@ -7,9 +7,10 @@ time. `ensure_measured` times the operators of candidates that were not measured
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -29,10 +30,18 @@ from hpctrain.optim.optimizers import Sgd
 from hpctrain.parallel.groups import merge_moments
 from hpctrain.parallel.moves import SplitGroup
 from hpctrain.parallel.partition_graph import partition_graph
-from hpctrain.planner.costs.compute_costs import input_key, others_key, product_key, update_key
+from hpctrain.planner.costs.compute_costs import UPDATE_ACCESSES, input_key, others_key, product_key, update_key
+from hpctrain.planner.costs.machine import OperatorClass
 from hpctrain.planner.costs.operator_times import OperatorKey, OperatorTimes, operator_key
-from hpctrain.planner.costs.operator_work import FactorProduct, products_of, time_product
+from hpctrain.planner.costs.operator_work import (
+    OperatorWork,
+    is_move,
+    products_of,
+    time_product,
+    work_of,
+)
 from hpctrain.planner.job import Candidate, Job
+from hpctrain.trace.time_budget import TimeBudget
 
 
 class FakeSplitGroup(SplitGroup):
@@ -79,10 +88,30 @@ def fake_mergers(split: int, data: int) -> dict[str, FakeStatisticsMerger]:
 
 
 _LEARNING_RATE = 0.0  # so that weights do not change and stay finite
-_WARM_UP = 2
 # Nothing is received, so message buffers contain arbitrary numbers and may overflow.
 _without_warnings = np.errstate(over="ignore", invalid="ignore", divide="ignore")
 _FILL = {"running_mean": 0.0, "running_var": 1.0}
+
+
+# Number of different random weights of a parameter, repeated: steps with weights that are all different take no longer.
+_DIFFERENT = 4099
+
+
+@dataclass(frozen=True)
+class Repeats:
+    """Number of steps of a measurement."""
+
+    warm_up: int = 2  # steps that do not count
+    steps: int = 7  # maximum number of timed steps
+    enough_seconds: float = math.inf  # of timed steps, after which no further one begins
+
+
+#: repeats for the user's cache, and for a choice at the start of a job
+MANY_STEPS, FEW_STEPS = Repeats(), Repeats(1, 2, 0.5)
+
+
+class _CutShort(Exception):
+    """A step takes longer than its time limit."""
 
 
 @dataclass(frozen=True)
@@ -108,6 +137,7 @@ class TimedProgram:
         graph: graph of one rank, made with a `FakeSplitGroup`.
         specs: whole parameters of the model; parameters that the graph does not use are ignored.
         shards: this rank's parts of split parameters; all other parameters are whole.
+        plan: plan of the graph; None: compile the graph.
     """
 
     def __init__(
@@ -120,18 +150,16 @@ class TimedProgram:
         mergers: Mapping[str, StatisticsMerger],
         dtype: str = "float32",
         clock: Callable[[], float] = time.perf_counter,
+        plan: ExecutionPlan | None = None,
     ) -> None:
         held = parameter_dtype(dtype)
-        used = dict.fromkeys(name for node in graph.nodes for name in node.parameters.values())
-        self._group = FlatGroup(
-            {name: local_spec(specs[name], shards.get(name)) for name in used},
-            held,
-            arithmetic=kernels.arithmetic,
-            shadow_dtype=kernels.shadow_dtype,
-        )
-        for name, parameter in self._group.parameters.items():
-            shard, value = shards.get(name), first_value(specs[name], name, 0, held)
-            kernels.arithmetic.from_host(parameter.data, value if shard is None else value[shard.index])
+        of_rank = local_specs(graph, specs, shards)
+        self._group = FlatGroup(of_rank, held, arithmetic=kernels.arithmetic, shadow_dtype=kernels.shadow_dtype)
+        for name, spec in of_rank.items():
+            few = replace(specs[name], shape=(*(1 for _ in spec.shape[1:]), min(_DIFFERENT, math.prod(spec.shape))))
+            kernels.arithmetic.from_host(
+                self._group.parameters[name].data, np.resize(first_value(few, name, 0, held), spec.shape)
+            )
         self._group.refresh_shadow()
         statistics = {
             name: StatisticSpec((int(getattr(node.spec, "channels", 0)),), _FILL.get(role, 0.0), 0.1)
@@ -139,7 +167,7 @@ class TimedProgram:
             for role, name in node.statistics.items()
         }
         self._statistics = FlatStatistics(statistics, held, arithmetic=kernels.arithmetic)
-        self.plan = compile_graph(graph, kernels, training=True)
+        self.plan = plan or compile_graph(graph, kernels, training=True)
         self._program = Program(
             self.plan,
             kernels=kernels,
@@ -162,6 +190,7 @@ class TimedProgram:
         ids = np.arange(first + max(tensor.shape[0] for tensor in self.plan.tensors))
         self._context = StepContext(sample_ids=ids)
         self._marks: list[float] = []
+        self._end = math.inf  # of the step
 
     @property
     def parameters(self) -> int:
@@ -169,17 +198,33 @@ class TimedProgram:
         return self._group.size
 
     @_without_warnings
-    def measure(self, steps: int, before: Callable[[], None] = lambda: None) -> ProgramTimes:
-        """Return the times of an undisturbed step, from `steps` steps with a clock between actions after two warm-up steps.
+    def measure(
+        self, repeats: Repeats, before: Callable[[], None] = lambda: None, budget: TimeBudget | None = None
+    ) -> ProgramTimes | None:
+        """Return the times of an undisturbed step, from steps with a clock between actions.
+
+        The result is None if the budget ends before the first timed step. The first step may take half of the rest of it.
 
         Args:
             before: callback before each step: a barrier if several ranks measure at the same time.
+            budget: time limit; None: there is none.
         """
-        laps = []
-        for _ in range(_WARM_UP + steps):
+        budget, laps, seconds = budget or TimeBudget(), list[list[float]](), list[float]()
+        self._end = time.perf_counter() + budget.left() / 2
+        for _ in range(repeats.warm_up + repeats.steps):
+            enough = sum(seconds[repeats.warm_up :]) >= repeats.enough_seconds
+            if seconds and not budget.allows(math.inf if enough else seconds[-1]):
+                break
             before()
-            laps.append(self._run())
-        return self._times(typical(np.array(laps[_WARM_UP:])).tolist())
+            begin = time.perf_counter()
+            try:
+                laps.append(self._run())
+            except _CutShort:
+                begin = -math.inf  # the step would not have ended in time
+            seconds.append(time.perf_counter() - begin)
+            self._end = math.inf
+        timed = laps[repeats.warm_up :]
+        return self._times(typical(np.array(timed)).tolist()) if timed else None
 
     def _times(self, laps: list[float]) -> ProgramTimes:
         """Assign the laps, in the order of `_run`, to the fields of `ProgramTimes`."""
@@ -226,6 +271,14 @@ class TimedProgram:
     def _mark(self) -> None:
         self._kernels.wait()
         self._marks.append(self._clock())
+        if time.perf_counter() > self._end:
+            raise _CutShort
+
+
+def local_specs(graph: Graph, specs: Mapping[str, ParameterSpec], shards: Mapping[str, Shard]) -> dict[str, ParameterSpec]:
+    """Return the parameters of a rank's graph, with the shapes of this rank's parts."""
+    used = dict.fromkeys(name for node in graph.nodes for name in node.parameters.values())
+    return {name: local_spec(specs[name], shards.get(name)) for name in used}
 
 
 def typical(laps: np.ndarray) -> np.ndarray:
@@ -248,7 +301,6 @@ def clock_of(threads: int, *, on_host: bool = True) -> Callable[[], float]:
     return time.process_time if threads == 1 and on_host else time.perf_counter
 
 
-_STEPS = 7
 _UNTIMED = (Action.BEGIN, Action.FREE)
 # Number of arrays of the parameters' size: parameters, gradients, momentum, and temporaries.
 _COPIES_OF_PARAMETERS = 4
@@ -278,12 +330,16 @@ class Coverage:
 
     Attributes:
         programs: number of timed programs.
-        left: number of programs omitted for lack of time or memory.
+        covered: candidates whose operators all have times.
+        left: number of other candidates, omitted for lack of time or memory.
+        timings: (work, seconds) of all operators of covered candidates.
     """
 
     programs: int
+    covered: tuple[Candidate, ...]
     left: int
     seconds: float  # duration of the measurement
+    timings: tuple[tuple[OperatorWork, float], ...]
 
 
 def rank_programs(job: Job, candidate: Candidate) -> Iterator[RankProgram]:
@@ -331,60 +387,93 @@ def ensure_measured(
     candidates: Iterable[Candidate],
     times: OperatorTimes,
     *,
-    budget_seconds: float,
+    budget: TimeBudget,
     memory_bytes: int,
+    repeats: Repeats = MANY_STEPS,
+    basis: int = 0,
     before: Callable[[], None] = lambda: None,
-    agree: Callable[[bool], bool] = lambda go_on: go_on,
 ) -> Coverage:
-    """Measure the candidates' operators that `times` lacks, programs with most of them first; begin none after `budget_seconds`.
+    """Measure the candidates' operators that `times` lacks, one candidate after the other, within the budget.
 
     Several ranks of a node may measure at the same time, so that caches and memory are as busy as in a step. All of them then
-    call this function with the same arguments, and `before` and `agree` are collective over them.
+    call this function with equal arguments. `before` and the budget are collective over them; the times of rank 0 decide.
 
     Args:
         times: measured times, extended in place.
-        memory_bytes: memory of this rank; programs that need more are omitted.
+        memory_bytes: memory of this rank; candidates that need more are omitted.
+        basis: number of first candidates without which no other is measured.
         before: callback before each step: a barrier.
-        agree: function from this rank's decision to continue to the common decision of all ranks.
     """
-    begin, done, left = time.perf_counter(), 0, 0
-    programs = [program for candidate in candidates for program in rank_programs(job, candidate)]
-    unknown = [_unknown(program, compile_graph(program.graph, job.kernels, training=True), times) for program in programs]
-    for program in (programs[i] for i in sorted(range(len(programs)), key=lambda i: -unknown[i]) if unknown[i]):
-        plan = compile_graph(program.graph, job.kernels, training=True)
-        if not _unknown(program, plan, times):
-            continue
-        parameter_bytes = sum(int(np.prod(spec.shape)) for spec in job.specs.values()) * np.dtype(np.float32).itemsize
-        fits = plan.arena_bytes + _COPIES_OF_PARAMETERS * parameter_bytes <= memory_bytes
-        if not fits or not agree(time.perf_counter() - begin < budget_seconds):
-            left += 1
-            continue
-        _measure(job, program, times, before)
-        done += 1
-    return Coverage(done, left, time.perf_counter() - begin)
+    timed, left, covered, timings = 0, 0, list[Candidate](), list[tuple[OperatorWork, float]]()
+    for number, candidate in enumerate(candidates):
+        found: list[_Program] = []
+        complete = budget.allows() and len(covered) >= min(number, basis)
+        for program in rank_programs(job, candidate) if complete else ():
+            one = _Program(job, program, compile_graph(program.graph, job.kernels, training=True))
+            if not budget.agree(one.is_known(times, edges=bool(found))):
+                fits = budget.agree(one.memory_bytes <= memory_bytes) and budget.allows()
+                complete = fits and one.measure(times, repeats, before, budget)
+                timed += complete
+            if not complete:
+                break
+            found.append(one)
+        if complete:
+            covered.append(candidate)
+            timings += [timing for one in found for timing in one.timings(times)]
+        left += not complete
+    return Coverage(timed, tuple(covered), left, time.perf_counter() - budget.begin, tuple(timings))
 
 
-def _unknown(program: RankProgram, plan: ExecutionPlan, times: OperatorTimes) -> int:
-    keys = {*keys_of(plan).values(), *map(product_key, _products(program, plan))}
-    return sum(not times.measured(key) for key in keys)
+class _Program:
+    """Program of a rank with its plan."""
 
+    def __init__(self, job: Job, program: RankProgram, plan: ExecutionPlan) -> None:
+        self._job, self._program, self._plan = job, program, plan
+        self._products = products_of(plan, program.exchanged_samples) if program.exchanged_samples else []
+        of_rank = local_specs(program.graph, job.specs, program.shards).values()
+        self._elements = sum(math.prod(spec.shape) for spec in of_rank)
 
-def _products(program: RankProgram, plan: ExecutionPlan) -> list[FactorProduct]:
-    return products_of(plan, program.exchanged_samples) if program.exchanged_samples else []
+    @property
+    def memory_bytes(self) -> int:
+        item_bytes = np.dtype(parameter_dtype(self._job.dtype)).itemsize
+        return self._plan.arena_bytes + _COPIES_OF_PARAMETERS * item_bytes * self._elements
 
+    def is_known(self, times: OperatorTimes, *, edges: bool) -> bool:
+        """Return whether all operators have times; after a neighbour's program, `edges` of images need no times of their own."""
+        keys = [key for (_, k), key in keys_of(self._plan).items() if not (edges and is_move(self._plan.steps[k].operator))]
+        keys += map(product_key, self._products)
+        return all(times.seconds(key) is not None if edges else times.measured(key) for key in keys)
 
-def _measure(job: Job, program: RankProgram, times: OperatorTimes, before: Callable[[], None]) -> None:
-    clock = clock_of(times.setting.threads, on_host=job.kernels.arithmetic.on_host)
-    timed = TimedProgram(
-        program.graph,
-        job.kernels,
-        job.specs,
-        shards=program.shards,
-        mergers=fake_mergers(program.split_ranks, program.data_ranks),
-        dtype=job.dtype,
-        clock=clock,
-    )
-    record(times, timed.plan, timed.parameters, timed.measure(_STEPS, before))
-    for product in _products(program, timed.plan):
-        if not times.measured(product_key(product)):
-            times.put(product_key(product), time_product(product, parameter_dtype(job.dtype), _STEPS, clock, before))
+    def measure(self, times: OperatorTimes, repeats: Repeats, before: Callable[[], None], budget: TimeBudget) -> bool:
+        """Time the program, and return whether the budget sufficed on rank 0."""
+        job, program = self._job, self._program
+        clock = clock_of(times.setting.threads, on_host=job.kernels.arithmetic.on_host)
+        timed = TimedProgram(
+            program.graph,
+            job.kernels,
+            job.specs,
+            shards=program.shards,
+            mergers=fake_mergers(program.split_ranks, program.data_ranks),
+            dtype=job.dtype,
+            clock=clock,
+            plan=self._plan,
+        )
+        step = timed.measure(repeats, before, budget)
+        if step is not None:
+            record(times, self._plan, timed.parameters, step)
+        for product in self._products if (complete := budget.agree(step is not None)) else ():
+            if not budget.agree(times.measured(product_key(product))):
+                seconds = time_product(product, parameter_dtype(job.dtype), repeats.steps, clock, before)
+                times.put(product_key(product), seconds)
+        return complete
+
+    def timings(self, times: OperatorTimes) -> Iterator[tuple[OperatorWork, float]]:
+        """Yield the work of each operator that has a time, with its seconds."""
+        plan, item_bytes = self._plan, np.dtype(parameter_dtype(self._job.dtype)).itemsize
+        works = [(work_of(plan.steps[k], action, plan.memory[k]), key) for (action, k), key in keys_of(plan).items()]
+        update = OperatorWork(OperatorClass.MEMORY, 0, UPDATE_ACCESSES * item_bytes * self._elements)
+        works.append((update, update_key(self._elements)))
+        for work, key in works:
+            seconds = times.seconds(key)
+            if seconds is not None and not work.is_nothing:
+                yield work, seconds

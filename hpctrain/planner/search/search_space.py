@@ -126,7 +126,7 @@ def grid_shapes(space: SearchSpace, graph: Graph, ranks: int, batch: int) -> tup
         return (space.fixed_grid,)
     most = _most_parts(graph)
     shapes = _shapes(ranks, batch, most)
-    if space.uses is not None and space.fixed_plan is None:
+    if space.uses is not None:
         with_uses = {1, *(rows for rows, _ in space.uses)}
         shapes = tuple(shape for shape in shapes if shape[0] in with_uses) or shapes
     if not shapes:

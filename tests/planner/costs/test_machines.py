@@ -388,23 +388,6 @@ def test_the_core_pays_for_middle_messages_although_tiny_ones_and_bytes_are_chea
         assert found.operation_seconds + 2 * n_bytes * found.byte_seconds == pytest.approx(core, rel=0.4)
 
 
-@pytest.mark.usefixtures("few_messages")
-def test_passes_end_once_one_confirms_an_earlier_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Find a measurement that ends although only disturbed passes were seen, or that repeats what is known."""
-
-    def passes(*factors: float) -> int:
-        def program(comm: ThreadCommunicator) -> int:
-            probe = LinkProbe(comm, comm.split(0, comm.rank, "pair"), virtual_engine(comm))
-            calls = iter(factors)
-            monkeypatch.setattr(probe, "_measure_size", lambda n, pause, details: link_measurement._Raw(n, *(6 * [next(calls)])))
-            probe.measure(Effort((16 << 10,), 4, 0.05))
-            return len(factors) - len(list(calls))
-
-        return run_virtual(2, program, link=LinkModel(50e-6, 8e-9))[0]
-
-    assert [passes(1.0, 1.0, 9.9, 9.9), passes(1.1, 1.0, 1.04, 9.9), passes(1.5, 1.0, 1.2, 1.1)] == [2, 3, 4]
-
-
 @pytest.mark.slow
 @pytest.mark.usefixtures("few_messages")
 def test_a_slow_link_is_left_at_the_size_that_takes_too_long() -> None:

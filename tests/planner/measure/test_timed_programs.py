@@ -24,13 +24,14 @@ from hpctrain.planner.costs.machine import OperatorClass, OperatorRate
 from hpctrain.planner.costs.operator_times import OperatorTimes, setting_here
 from hpctrain.planner.costs.operator_work import FactorProduct, OperatorWork, products_of, time_product
 from hpctrain.planner.job import Candidate, Job
-from hpctrain.planner.measure import calibration
+from hpctrain.planner.measure import calibration, program_timing
 from hpctrain.planner.measure.calibration import RateTask, measure_rates_of, rates_from_timings
 from hpctrain.planner.measure.program_timing import (
+    FEW_STEPS,
     FakeSplitGroup,
     FakeStatisticsMerger,
+    Repeats,
     TimedProgram,
-    clock_of,
     ensure_measured,
     fake_mergers,
     keys_of,
@@ -39,6 +40,7 @@ from hpctrain.planner.measure.program_timing import (
 )
 from hpctrain.planner.program.step_program import times_of
 from hpctrain.planner.simulation.tasks import Compute, EndBackward, EndExchange, Happens, NeedsParameters, Task
+from hpctrain.trace.time_budget import TimeBudget
 from hpctrain.trace.tracer import Category
 
 NETWORK = Network(catalogue.build("resnet20", {"width": 4}), (16, 16, 3), NumpyKernelSet())
@@ -60,7 +62,8 @@ def test_all_laps_of_a_step_are_in_its_sum(use: Parallelism | None) -> None:
     ticks = count()
     timed = _timed(use, clock=lambda: float(next(ticks)))
     plan = timed.plan
-    times = timed.measure(1)
+    times = timed.measure(Repeats(steps=1))
+    assert times is not None
     actions = [*plan.forward, *plan.backward]
     others = times.input + times.update + times.others
     assert others == 5  # input, loss, look, sums, update: each lap is one tick of the clock
@@ -73,7 +76,7 @@ def test_all_laps_of_a_step_are_in_its_sum(use: Parallelism | None) -> None:
 def test_steps_leave_everything_finite_and_the_weights_as_they_are() -> None:
     timed = _timed(Parallelism.DOMAIN)
     before = timed._group.data.copy()
-    timed.measure(2)
+    timed.measure(Repeats(steps=2))
     assert np.isfinite(timed._group.grad).all()
     np.testing.assert_array_equal(before, timed._group.data)
 
@@ -82,27 +85,8 @@ def test_steps_leave_everything_finite_and_the_weights_as_they_are() -> None:
 def test_dropout_has_an_id_for_every_sample_of_the_split_group(use: Parallelism) -> None:
     network = Network(catalogue.build("vgg11", {"width": 0.0625}), (32, 32, 3), NumpyKernelSet())
     timed = _timed(use, network)
-    timed.measure(1)
+    timed.measure(Repeats(steps=1))
     assert np.isfinite(timed._group.grad).all()
-
-
-@pytest.mark.slow
-def test_parameters_are_as_the_dtype_of_activations_has_them() -> None:
-    timed = _timed(None, Network(NETWORK.model, (16, 16, 3), NETWORK.kernels, dtype="float64"), dtype="float64")
-    timed.measure(1)
-    assert timed._group.data.dtype == np.float64
-
-
-@pytest.mark.slow
-def test_ranks_wait_for_each_other_before_every_step() -> None:
-    calls = []
-    _timed(None).measure(3, lambda: calls.append(1))
-    assert len(calls) == 5
-
-
-def test_one_thread_is_timed_by_its_work() -> None:
-    assert clock_of(1) is not clock_of(2)
-    assert clock_of(1, on_host=False) is clock_of(2)
 
 
 def test_typical_laps_add_up_to_the_least_disturbed_step() -> None:
@@ -117,7 +101,7 @@ def test_typical_laps_add_up_to_the_least_disturbed_step() -> None:
 
 
 SMALL_NETWORK = Network(catalogue.build("small", {"channels_in": 3}), (16, 16, 3), NumpyKernelSet())
-WITHOUT_LIMIT = {"budget_seconds": 1e9, "memory_bytes": 1 << 40}
+MEMORY = 1 << 40
 
 
 def _job(batch: int = 6) -> Job:
@@ -140,28 +124,53 @@ def _times() -> OperatorTimes:
 @pytest.mark.parametrize("use", list(Parallelism), ids=str)
 def test_all_that_a_candidate_computes_is_known_afterwards(use: Parallelism) -> None:
     times, candidate = _times(), _candidate(2, 1, use)
-    coverage = ensure_measured(_job(), [candidate], times, **WITHOUT_LIMIT)
+    coverage = ensure_measured(_job(), [candidate], times, budget=TimeBudget(), memory_bytes=MEMORY)
     assert coverage.programs >= 1
-    assert coverage.left == 0
+    assert (coverage.covered, coverage.left) == ((candidate,), 0)
+    assert {work.kind for work, _ in coverage.timings} == {kind for kind in OperatorClass if kind is kind.of_dtype("float32")}
     for program in rank_programs(_job(), candidate):
         plan = compile_graph(program.graph, SMALL_NETWORK.kernels, training=True)
-        assert all(times.measured(key) for key in keys_of(plan).values())
+        assert all(times.seconds(key) is not None for key in keys_of(plan).values())
         assert products_of(plan, 6)
         assert all(times.measured(product_key(product)) for product in products_of(plan, 6))
-    assert ensure_measured(_job(), [candidate], times, **WITHOUT_LIMIT).programs == 0
+    again = ensure_measured(_job(), [candidate], times, budget=TimeBudget(), memory_bytes=MEMORY)
+    assert (again.programs, again.covered, again.timings) == (0, (candidate,), coverage.timings)
 
 
 def test_nothing_is_measured_without_time_or_memory_and_all_ranks_decide_alike() -> None:
     times, asked = _times(), []
-    nothing = ensure_measured(_job(), [_candidate(1, 1)], times, budget_seconds=1e9, memory_bytes=1)
-    assert (nothing.programs, nothing.left, len(times)) == (0, 1, 0)
+    nothing = ensure_measured(_job(), [_candidate(1, 1)], times, budget=TimeBudget(), memory_bytes=1)
+    assert (nothing.programs, nothing.left, nothing.covered, len(times)) == (0, 1, (), 0)
 
     def refuse(go_on: bool) -> bool:
         asked.append(go_on)
         return False
 
-    refused = ensure_measured(_job(), [_candidate(1, 1), _candidate(1, 2)], times, agree=refuse, **WITHOUT_LIMIT)
+    candidates = [_candidate(1, 1), _candidate(1, 2)]
+    refused = ensure_measured(_job(), candidates, times, budget=TimeBudget(1e9, refuse), memory_bytes=MEMORY)
     assert (refused.programs, refused.left, asked) == (0, 2, [True, True])
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3, 9])
+def test_a_candidate_without_time_for_a_timed_step_has_no_times(steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Find operators of which some have times and some do not, from a program that took longer than the budget."""
+
+    class Steps(TimeBudget):
+        def allows(self, seconds: float = 0.0) -> bool:
+            return self.agree(started < steps)
+
+    started = 0
+
+    def begin() -> None:
+        nonlocal started
+        started += 1
+
+    times, candidates = _times(), [_candidate(2, 1, use) for use in (Parallelism.BATCH, Parallelism.MODEL)]
+    monkeypatch.setattr(program_timing, "products_of", lambda plan, samples: [])
+    coverage = ensure_measured(_job(), candidates, times, budget=Steps(), memory_bytes=MEMORY, repeats=FEW_STEPS, before=begin)
+    assert coverage.covered == tuple(candidates[: {1: 0, 2: 1, 3: 1, 9: 2}[steps]])
+    assert bool(len(times)) is bool(coverage.covered)
+    assert coverage.left == len(candidates) - len(coverage.covered)
 
 
 def test_programs_are_those_of_all_shares_of_the_batch() -> None:
@@ -186,12 +195,6 @@ def test_merged_moments_are_those_of_equal_ranks(ranks: int) -> None:
     sums = ranks * values
     merger.sum(values)
     np.testing.assert_allclose(values, sums)
-
-
-def test_ranks_without_samples_merge_to_nothing() -> None:
-    mean, m2 = np.ones(2), np.ones(2)
-    assert FakeStatisticsMerger(3).merge(0, mean, m2) == 0
-    assert not mean.any()
 
 
 def test_every_linear_layer_has_a_product_of_its_weights_size() -> None:
