@@ -347,13 +347,13 @@ def _slowest(rates_of_ranks: Sequence[Mapping[OperatorClass, OperatorRate]]) -> 
 
 
 def check_links(comm: Communicator, progress: ProgressEngine) -> list[float]:
-    """Return the seconds of long messages within and between nodes, in one pass. Collective; the same on every rank."""
+    """Return the seconds of two long messages within and between nodes, in one pass. Collective; the same on every rank."""
     node = comm.split_shared_memory("check of links")
     layout = _Layout(node_numbers(comm, node), tuple(comm.allgather_object(node.rank)))
     kinds = [_pair_within] * (layout.ranks_per_node > 1) + [_pair_between] * (layout.nodes > 1)
     once = replace(QUICK, sizes=QUICK.sizes[-2:], passes=1)
     points = (LinkProbe(comm, kind(comm, layout), progress).measure(once, details=False) for kind in kinds)
-    return [point.seconds for of_kind in points for point in of_kind]
+    return [sum(point.seconds for point in of_kind) for of_kind in points]
 
 
 def _pair_within(comm: Communicator, layout: _Layout) -> Communicator | None:
