@@ -37,10 +37,7 @@ from hpctrain.trace.chrome import ChromeTrace
 
 
 def configured_costs(machine: Machine, task: PlannedRun, compute: float = 1.0) -> ComputeCosts:
-    """Return the costs of a job's operators.
-
-    The costs are measured times from the user's cache if the machine is this one. Otherwise, they follow from the machine's
-    rates.
+    """Return the costs of a job's operators, from times in the user's cache only if the machine is this one.
 
     Args:
         machine: the machine, not scaled.

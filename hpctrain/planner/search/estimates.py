@@ -45,14 +45,7 @@ def _add(
     prefix: tuple[str, ...],
     inherited: Parallelism,
 ) -> None:
-    """Add rules for the names that begin with a prefix.
-
-    Args:
-        rules: rules so far, extended in place.
-        uses: use of each layer, by dotted name.
-        prefix: leading parts of the names.
-        inherited: use that the rules so far assign to these layers.
-    """
+    """Add rules for the names that begin with `prefix`, whose use by the rules so far is `inherited`."""
     children: dict[str, list[str]] = {}
     for name in names:
         children.setdefault(name.split(".")[len(prefix)], []).append(name)

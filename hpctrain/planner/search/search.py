@@ -8,14 +8,16 @@ the previous one.
 
 from __future__ import annotations
 
+import gc
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from hpctrain.averaging.averagers import AveragerChoice
 from hpctrain.core.errors import ConfigError, HpctrainError
-from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
+from hpctrain.parallel.parallel_plan import Parallelism
 from hpctrain.planner.costs.compute_costs import ComputeCosts
 from hpctrain.planner.costs.machine import Machine
 from hpctrain.planner.job import Candidate, Job
@@ -29,8 +31,6 @@ from hpctrain.trace.time_table import TimeTable
 EQUAL_SHARE = 0.005
 #: possible error of predictions of different choices relative to each other, as a share of a step
 UNCERTAIN_SHARE = 0.05
-# Predictions of the same candidate from measurements at two starts differ by a smaller share.
-_NOISE_SHARE = 0.02
 
 
 def reason(better: Prediction, worse: Prediction, machine: Machine) -> str:
@@ -87,6 +87,8 @@ _HOPELESS, _EXACT = 1.15, 0.985
 # Another averager can turn the order of two plans if one takes at most this factor longer than the other; of pure data
 # parallelism, the default is always simulated, and other averagers speed it up by more.
 _NEAR_PLAN, _NEAR_DEFAULT = 1.05, 1.15
+# A bound says little about a step if it is below this share of it.
+_LOOSE = 0.8
 
 
 @dataclass(frozen=True)
@@ -125,6 +127,19 @@ class SearchResult:
         return self.choices[0]
 
 
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Suspend the collection of reference cycles, which takes a fifth of a search and finds a few megabytes."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+@_uncollected()
 def search(
     job: Job,
     machine: Machine,
@@ -132,7 +147,6 @@ def search(
     ranks: int,
     space: SearchSpace | None = None,
     *,
-    stored: Candidate | None = None,
     predicted_by: Predict = predict,
 ) -> SearchResult:
     """Return the simulated candidates, best first.
@@ -140,7 +154,6 @@ def search(
     Args:
         ranks: number of ranks of the job, on nodes of the machine's size.
         space: candidates to search; None: all.
-        stored: an earlier choice of the same search, which is taken again unless another one is clearly faster; None: none.
         predicted_by: function that simulates a candidate.
 
     Raises:
@@ -164,7 +177,7 @@ def search(
                 refusals.append(error)
 
     default = bounds.default()
-    picks = _picks(estimates, [one for one in (default, stored) if one is not None], space.simulated)
+    picks = _picks(estimates, default, space.simulated)
     simulate(picks)
     if picks and not results:
         simulate(bounds.with_averagers(picks[0], math.inf, math.inf))
@@ -176,7 +189,7 @@ def search(
         simulate(bounds.leanest())
     if not results:
         raise refusals[0]
-    choices = _ranked(results, machine, default, stored)
+    choices = _ranked(results, machine, default)
     if not choices[0].fits:
         raise _fits_nowhere(job, machine, ranks, choices)
     return SearchResult(choices, bounds.count, next((choice for choice in choices if choice.candidate == default), None))
@@ -232,15 +245,15 @@ class _Bounds:
         self.count += len(estimates)
         return estimates
 
-    def with_averagers(self, candidate: Candidate, own_seconds: float, seconds: float) -> list[Candidate]:
-        """Return a candidate with other averagers that may take less than the fastest step, which takes `seconds`.
-
-        Args:
-            own_seconds: simulated step of the candidate.
-        """
+    def averaged(self, candidate: Candidate, choices: Iterable[AveragerChoice]) -> list[Estimate]:
+        """Return the lower bounds of a candidate with these averagers."""
         grid = self._grid((candidate.plan.rows, candidate.plan.cols), candidate.micro_batches)
-        uses, choices = grid.uses_of(candidate.plan), self._space.averager_choices
-        own, *others = (grid.of_uses(choice, uses) for choice in sorted(choices, key=lambda one: one != candidate.averager))
+        return [grid.of_uses(choice, grid.uses_of(candidate.plan)) for choice in choices]
+
+    def with_averagers(self, candidate: Candidate, own_seconds: float, seconds: float) -> list[Candidate]:
+        """Return a candidate, whose step takes `own_seconds`, with other averagers whose steps may take less than `seconds`."""
+        choices = sorted(self._space.averager_choices, key=lambda one: one != candidate.averager)
+        own, *others = self.averaged(candidate, choices)
         exact = _EXACT * own_seconds <= own.seconds <= own_seconds
         limit = (_EXACT if exact else _HOPELESS) * seconds
         better = [one for one in _distinct([own, *others]) if one.seconds < limit]
@@ -265,13 +278,14 @@ class _Bounds:
         return self._grids[shape, micro_batches]
 
 
-def _picks(estimates: list[Estimate], wanted: list[Candidate], most: int) -> list[Candidate]:
-    """Return the candidates to simulate first: the wanted ones, and at most `most` others.
+def _picks(estimates: list[Estimate], default: Candidate | None, most: int) -> list[Candidate]:
+    """Return the candidates to simulate first: the default, and at most `most` others.
 
     The others are different plans with the best bounds, with one plan of each grid before a second one.
     """
     of_grid: Counter[tuple[int, int]] = Counter()
     turns: list[tuple[int, float, Candidate]] = []
+    wanted = [] if default is None else [default]
     seen = [replace(one, averager=AveragerChoice()) for one in wanted]
     for one in estimates:
         plan, grid = replace(one.candidate, averager=AveragerChoice()), (one.candidate.plan.rows, one.candidate.micro_batches)
@@ -293,9 +307,14 @@ def _near(
 ) -> list[Candidate]:
     """Return candidates that combine other plans than that of `first` with averagers.
 
-    Nearly as fast plans are combined with the fastest averager, and pure data parallelism with each one.
+    Nearly as fast plans are combined with the fastest averager, and with the second one if bounds say little. Pure data
+    parallelism is combined with each averager.
     """
     best, prediction = _fastest(results, machine)
+    of_plan = [result for result in results if replace(result[0], averager=best.averager) == best]
+    of_plan.sort(key=lambda result: result[1].step.seconds)
+    tried = 2 if bounds.averaged(best, [best.averager])[0].seconds < _LOOSE * prediction.step.seconds else 1
+    averagers = [one.averager for one, _ in of_plan[:tried]]
     wanted: list[Candidate] = []
     for candidate, other in results:
         longer = other.step.seconds / prediction.step.seconds
@@ -304,7 +323,7 @@ def _near(
         if candidate == default and longer <= _NEAR_DEFAULT:
             wanted += bounds.with_averagers(candidate, other.step.seconds, prediction.step.seconds)
         elif longer <= _NEAR_PLAN:
-            wanted.append(replace(candidate, averager=best.averager))
+            wanted += [replace(candidate, averager=averager) for averager in averagers]
     return wanted
 
 
@@ -325,16 +344,14 @@ def _distinct(estimates: Iterable[Estimate]) -> list[Estimate]:
     estimates = list(estimates)
     with_one = any(one.candidate.plan.rows == 1 for one in estimates)
     distinct: list[Estimate] = []
+    known: list[tuple[Candidate, float]] = []
     for one in estimates:
-        repeated = any(_is_repeated(one, other) for other in distinct)
+        named = replace(one.candidate, averager=AveragerChoice(one.candidate.averager.name))
+        repeated = any(named == other and math.isclose(one.seconds, seconds, rel_tol=1e-12) for other, seconds in known)
         if not repeated and not (with_one and one.candidate.plan.rows > 1 and _is_pure_batch(one.candidate)):
             distinct.append(one)
+            known.append((named, one.seconds))
     return distinct
-
-
-def _is_repeated(estimate: Estimate, other: Estimate) -> bool:
-    one, two = (replace(of.candidate, averager=AveragerChoice(of.candidate.averager.name)) for of in (estimate, other))
-    return one == two and math.isclose(estimate.seconds, other.seconds, rel_tol=1e-12)
 
 
 def _is_pure_batch(candidate: Candidate) -> bool:
@@ -342,9 +359,7 @@ def _is_pure_batch(candidate: Candidate) -> bool:
     return plan.rows == 1 or {plan.default, *plan.use.values()} == {Parallelism.BATCH}
 
 
-def _ranked(
-    results: Iterable[Result], machine: Machine, default: Candidate | None, stored: Candidate | None
-) -> tuple[SearchChoice, ...]:
+def _ranked(results: Iterable[Result], machine: Machine, default: Candidate | None) -> tuple[SearchChoice, ...]:
     def order(result: Result) -> tuple[bool, float]:
         fits = result[1].memory_bytes <= machine.memory_bytes
         return not fits, result[1].step.seconds if fits else float(result[1].memory_bytes)
@@ -352,7 +367,7 @@ def _ranked(
     in_order = sorted(results, key=order)
     fitting = [result for result in in_order if result[1].memory_bytes <= machine.memory_bytes]
     if fitting:
-        first = _taken(fitting, default, stored)
+        first = _taken(fitting, default)
         in_order.sort(key=lambda result: result is not first)
     choices: list[SearchChoice] = []
     for candidate, prediction in in_order:
@@ -361,18 +376,17 @@ def _ranked(
     return tuple(choices)
 
 
-def _taken(fitting: Sequence[Result], default: Candidate | None, stored: Candidate | None) -> Result:
+def _taken(fitting: Sequence[Result], default: Candidate | None) -> Result:
     """Return the result to take, from results that fit in memory, fastest first.
 
     Prediction errors can exceed a small gain, so the default is taken unless another candidate is faster by more than
     `UNCERTAIN_SHARE`. Among the candidates that are, one with pure data parallelism is taken unless split layers are faster by
     more than `UNCERTAIN_SHARE`: errors common to all candidates cancel, but errors in the cost of split layers do not. Of equal
-    ones, the stored choice is taken, or the one that differs least from the default. The stored choice counts as a little
-    faster than it is, so that a new measurement does not change the choice.
+    ones, the one that differs least from the default is taken, whichever a measurement makes the faster one.
     """
 
     def seconds(result: Result) -> float:
-        return result[1].step.seconds * (1.0 - _NOISE_SHARE * (result[0] == stored))
+        return result[1].step.seconds
 
     def near_best(results: Sequence[Result], share: float) -> list[Result]:
         limit = min(map(seconds, results)) * (1 + share)
@@ -383,15 +397,14 @@ def _taken(fitting: Sequence[Result], default: Candidate | None, stored: Candida
     if usual is not None and not faster:
         return usual
     pure = [one for one in near_best(faster, UNCERTAIN_SHARE) if _is_pure_batch(one[0]) and one[0].micro_batches == 1]
-    return min(near_best(pure or faster, EQUAL_SHARE), key=lambda result: _changes(result[0], default, stored))
+    return min(near_best(pure or faster, EQUAL_SHARE), key=lambda result: _changes(result[0]))
 
 
-def _changes(candidate: Candidate, default: Candidate | None, stored: Candidate | None) -> tuple[object, ...]:
-    """Return a key by which equally fast candidates are sorted, independent of their times."""
-    plan, averager = candidate.plan, candidate.averager
-    usual = Candidate(ParallelPlan(1, candidate.ranks)) if default is None else default
-    changed = (plan.rows != usual.plan.rows) + (averager != usual.averager) + (candidate.micro_batches != usual.micro_batches)
-    return candidate != stored, changed, candidate.micro_batches, plan.rows, len(plan.use), averager.name, repr(candidate)
+def _changes(candidate: Candidate) -> tuple[object, ...]:
+    """Return a key by which equally fast candidates are sorted, independent of their times: the number of changes first."""
+    plan, averager, micro_batches = candidate.plan, candidate.averager, candidate.micro_batches
+    changed = (plan.rows > 1) + (averager != AveragerChoice()) + (micro_batches > 1)
+    return changed, micro_batches, plan.rows, len(plan.use), averager.name, repr(candidate)
 
 
 def _fits_nowhere(job: Job, machine: Machine, ranks: int, choices: tuple[SearchChoice, ...]) -> ConfigError:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Generic, TypeVar, cast
 
 Choice = TypeVar("Choice")
@@ -80,13 +81,9 @@ def shortest_paths(
                     costs = tuple(map(sum, zip(label.costs, edge.costs, strict=True))) if label.costs else edge.costs
                     if not hopeless(layer + 1, costs):
                         into.append(_Label(costs, edge.choice, label))
-        reached = {state: _thinned(unbeaten(labels, _costs_of), most) for state, labels in following.items()}
-    ends = unbeaten([label for labels in reached.values() for label in labels], _costs_of)
+        reached = {state: _thinned(unbeaten(labels, attrgetter("costs")), most) for state, labels in following.items()}
+    ends = unbeaten([label for labels in reached.values() for label in labels], attrgetter("costs"))
     return tuple(ShortestPath(label.choices(), label.costs) for label in ends)
-
-
-def _costs_of(label: _Label[Choice]) -> Costs:
-    return label.costs
 
 
 Item = TypeVar("Item")
