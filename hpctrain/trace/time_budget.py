@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 class TimeBudget:
-    """Time for a measurement, in seconds; a busy machine has twice as much.
+    """Time for a measurement, in seconds.
 
     Args:
         agree: collective function from this rank's decision to continue to the common decision of all ranks.
@@ -31,10 +31,10 @@ class TimeBudget:
 
     def left(self) -> float:
         """Return the seconds that are left on this rank."""
-        return self._seconds * (2 if self.is_busy else 1) - (time.perf_counter() - self.begin)
+        return self._seconds - (time.perf_counter() - self.begin)
 
 
-_BUSY_SHARE = 0.1
+_BUSY_SHARE = 0.2
 
 
 def _waited_seconds(tasks: Path = Path("/proc/self/task")) -> float:
