@@ -41,9 +41,8 @@ from hpctrain_testing.virtual.counters import Counters, CountingCommunicator
 
 _DEADLINE_SECONDS = 120.0
 _TURN_SECONDS = 0.3  # timed steps of a turn take at least this time
-_LONG_SECONDS = 1.0  # caches that other variants have filled do not matter
+_LONG_SECONDS = 1.0  # caches that other programs have filled do not matter
 _MEASURING_STEPS = 6
-_OWN_STEP = ("bucketed", DDP)  # what sends nothing under the next forward needs no untimed step
 # Phases of the choice, by the functions that the choice calls.
 _PHASES = ("measured", "measured_times", "search")
 
@@ -139,19 +138,22 @@ class AutoRank(Turns):
         turns: dict[str, Callable[[], dict[str, float]]] = {}
         for words, variant in self.variants.items():
             self.say(f"warm-up of {words}")
-            variant.lead, variant.steps = self._pace(self.warm_up(variant), self.tasks[words].config.averager.name)
+            variant.steps = self._steps(self.warm_up(variant))
             turns[words] = partial(self.turn, variant)
         if peer is not None:
             self.peer = Peer(peer)
             self.choice["peer"] = self.peer.facts
-            turns[DDP] = partial(self.peer_turn, DDP, *self._pace(self.peer.facts["step_seconds"], DDP))
+            # DDP waits for its messages within a step; ours travel until the next one, so a turn begins with an untimed step.
+            seconds = self.peer.facts["step_seconds"]
+            turns[DDP] = partial(self.peer_turn, DDP, int(self._largest(seconds) < _LONG_SECONDS), self._steps(seconds))
         return self.all_rounds(turns, rounds)
 
-    def _pace(self, own: float, averager: str) -> tuple[int, int]:
-        """The untimed and timed steps of a turn, given the seconds of a step on this rank; the same on all ranks."""
-        seconds = max(self.world.allgather_object(own))
-        self.say(f"{averager}: {seconds:.3f} s")
-        return int(seconds < _LONG_SECONDS or averager not in _OWN_STEP), math.ceil(_TURN_SECONDS / seconds)
+    def _steps(self, seconds: float) -> int:
+        """The timed steps of a turn, given the seconds of a step on this rank; the same on all ranks."""
+        return math.ceil(_TURN_SECONDS / self._largest(seconds))
+
+    def _largest(self, seconds: float) -> float:
+        return max(self.world.allgather_object(seconds))
 
 
 def _words(task: PlannedRun) -> str:
