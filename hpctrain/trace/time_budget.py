@@ -18,7 +18,7 @@ class TimeBudget:
 
     def __init__(self, seconds: float = math.inf, agree: Callable[[bool], bool] = lambda go_on: go_on) -> None:
         self.agree = agree
-        self._seconds, self.begin, self._waited = seconds, time.perf_counter(), _waited_seconds()
+        self.seconds, self.begin, self._waited = seconds, time.perf_counter(), _waited_seconds()
 
     @property
     def is_busy(self) -> bool:
@@ -31,7 +31,7 @@ class TimeBudget:
 
     def left(self) -> float:
         """Return the seconds that are left on this rank."""
-        return self._seconds - (time.perf_counter() - self.begin)
+        return self.seconds - (time.perf_counter() - self.begin)
 
 
 _BUSY_SHARE = 0.2

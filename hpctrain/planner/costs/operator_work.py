@@ -90,7 +90,7 @@ def _local_size(share: Transfer) -> int:
     return 0 if share.local is None else size_of(share.local[0])
 
 
-_WARM_UP = 2
+_WARM_UP, _MOST_ELEMENTS = 2, 1 << 24
 
 
 @dataclass(frozen=True)
@@ -131,21 +131,23 @@ def time_product(
 ) -> float:
     """Return the median of the times, by `clock`, of `steps` products of random matrices of `dtype`, after two warm-up products.
 
+    The time of a large product follows from that of a part of its rows.
+
     Args:
         before: callback before each product, see `TimedProgram.measure`.
     """
-    random = np.random.default_rng(0)
+    random, rows = np.random.default_rng(0), min(product.inputs, max(1, _MOST_ELEMENTS // product.outputs))
     inputs, errors = (
-        random.standard_normal((product.samples, width), np.float32).astype(dtype) for width in (product.inputs, product.outputs)
+        random.standard_normal((product.samples, width), np.float32).astype(dtype) for width in (rows, product.outputs)
     )
-    gradient = np.zeros((product.inputs, product.outputs), dtype)
+    gradient = np.zeros((rows, product.outputs), dtype)
     seconds = []
     for _ in range(_WARM_UP + steps):
         before()
         begin = clock()
         np.matmul(inputs.T, errors, out=gradient)
         seconds.append(clock() - begin)
-    return float(np.median(seconds[_WARM_UP:]))
+    return float(np.median(seconds[_WARM_UP:])) * product.inputs / rows
 
 
 _FORWARD = (Action.FORWARD, Action.RECOMPUTE, Action.COPY)

@@ -180,23 +180,13 @@ def _timings(
     task: RateTask, kernels: KernelSet, dtype: str, clock: Callable[[], float], before: Callable[[], None]
 ) -> list[Timing]:
     network = Network(task.make(), (task.pixels, task.pixels, 3), kernels, dtype=dtype)
-    timed = TimedProgram(
-        network.graph(task.batch),
-        kernels,
-        network.parameter_specs,
-        shards={},
-        mergers=fake_mergers(1, 1),
-        dtype=dtype,
-        clock=clock,
-    )
+    graph, specs, mergers = network.graph(task.batch), network.parameter_specs, fake_mergers(1, 1)
+    timed = TimedProgram(graph, kernels, specs, shards={}, mergers=mergers, dtype=dtype, clock=clock)
     times = timed.measure(Repeats(steps=_STEPS), before)
     assert times is not None  # there is no time limit
-    timings = []
-    for (action, k), seconds in times.actions.items():
-        work = work_of(timed.plan.steps[k], action, timed.plan.memory[k])
-        if not work.is_nothing:
-            timings.append((work, seconds))
-    return timings
+    plan = timed.plan
+    timings = ((work_of(plan.steps[k], action, plan.memory[k]), seconds) for (action, k), seconds in times.actions.items())
+    return [(work, seconds) for work, seconds in timings if not work.is_nothing]
 
 
 # Used if a link cannot be measured: shared memory of current processors, and 10 Gb/s Ethernet.

@@ -91,15 +91,13 @@ NAME = "measured at the run"
 # Pure data parallelism, and split layers with which it mixes best: without times of both, all predictions follow from rates.
 _BASIS = 2
 
-_WHOLE_SECONDS = 60.0
-
 
 def measured(
     world: Communicator,
     kernels: KernelSet,
     threads: int,
     deadline_seconds: float,
-    seconds: float = _WHOLE_SECONDS,
+    seconds: float = 60.0,
     name: str = NAME,
     *,
     effort: Effort = QUICK,
@@ -178,7 +176,6 @@ def measured_times(
     node = world.split_shared_memory("node")
     times = OperatorTimes(setting_here(job.kernels, threads, node.size), cache_file() if world.rank == 0 else None)
     candidates = list(_likely(job, space, world.size))
-    _log.info("timing the operators of %s for grid, plan and averager, for at most %.0f s", job.model, budget_seconds)
     timed = partial(
         ensure_measured,
         memory_bytes=memory_bytes or _memory_bytes() // node.size,
@@ -186,15 +183,16 @@ def measured_times(
         basis=_BASIS,
         before=lambda: progress.wait_handle(world.ibarrier(), "a timed step"),
     )
-    budget = TimeBudget(budget_seconds, world.broadcast_object)
+    within_seconds = 1.5 if 1 < node.size < world.size else 0.0  # links within nodes take longer than those between them
+    budget = TimeBudget(budget_seconds - within_seconds, world.broadcast_object)
     coverage = timed(job, candidates, times, budget=budget)
     timings, uses = coverage.timings, {(one.plan.rows, one.plan.default) for one in coverage.covered}
     if coverage.covered[:_BASIS] != tuple(candidates[:_BASIS]):
         uses = set()
         if not coverage.covered:
-            few = replace(job, batch=min(job.batch, world.size))
+            few = replace(job, batch=max(world.size, job.batch // 8))
             half = TimeBudget(budget_seconds / 2, world.broadcast_object)
-            timings = timed(few, candidates[:1], OperatorTimes(times.setting), budget=half).timings
+            timings = timed(few, candidates[:1], OperatorTimes(times.setting), budget=half, basis=1).timings
         _log.info("a step of %s takes too long to time its operators; the choice follows from their rates", job.model)
     elif coverage.left:
         others = [f"{one.plan.default} on {one.plan.rows} rows" for one in candidates if one not in coverage.covered]

@@ -94,16 +94,19 @@ _FILL = {"running_mean": 0.0, "running_var": 1.0}
 
 
 # Number of different random weights of a parameter, repeated: steps with weights that are all different take no longer.
-_DIFFERENT = 4099
+_DIFFERENT, _PIECE = 4099, 1 << 18
+# Maximum number of elements to update: an update takes time in proportion, and the state of all would fill memory.
+_MOST_UPDATED = 1 << 24
 
 
 @dataclass(frozen=True)
 class Repeats:
     """Number of steps of a measurement."""
 
-    warm_up: int = 2  # steps that do not count
+    warm_up: int = 2  # steps that do not count, unless the first one takes `enough_seconds`
     steps: int = 7  # maximum number of timed steps
     enough_seconds: float = math.inf  # of timed steps, after which no further one begins
+    share: float = 1.0  # of the rest of the budget, which the first step may take
 
 
 #: repeats for the user's cache, and for a choice at the start of a job
@@ -155,11 +158,13 @@ class TimedProgram:
         held = parameter_dtype(dtype)
         of_rank = local_specs(graph, specs, shards)
         self._group = FlatGroup(of_rank, held, arithmetic=kernels.arithmetic, shadow_dtype=kernels.shadow_dtype)
-        for name, spec in of_rank.items():
-            few = replace(specs[name], shape=(*(1 for _ in spec.shape[1:]), min(_DIFFERENT, math.prod(spec.shape))))
-            kernels.arithmetic.from_host(
-                self._group.parameters[name].data, np.resize(first_value(few, name, 0, held), spec.shape)
-            )
+        for segment in self._group.segments:
+            spec = specs[segment.parameter]
+            few = replace(spec, shape=(*(1 for _ in spec.shape[1:]), min(_DIFFERENT, segment.size)))
+            values = np.resize(first_value(few, segment.parameter, 0, held), min(_PIECE, segment.size))
+            for low in range(segment.start, segment.stop, _PIECE):
+                piece = self._group.data[low : min(low + _PIECE, segment.stop)]
+                kernels.arithmetic.from_host(piece, values[: piece.size])
         self._group.refresh_shadow()
         statistics = {
             name: StatisticSpec((int(getattr(node.spec, "channels", 0)),), _FILL.get(role, 0.0), 0.1)
@@ -168,18 +173,23 @@ class TimedProgram:
         }
         self._statistics = FlatStatistics(statistics, held, arithmetic=kernels.arithmetic)
         self.plan = plan or compile_graph(graph, kernels, training=True)
+        memory = kernels.allocate(self.plan.arena_bytes)
+        for untouched in (memory.view(held), self._group.grad):  # so that the first step does not wait for memory
+            kernels.arithmetic.fill(untouched, 0.0)
         self._program = Program(
             self.plan,
             kernels=kernels,
             parameters=self._group.parameters,
             statistics=self._statistics,
-            memory=kernels.allocate(self.plan.arena_bytes),
+            memory=memory,
             loss=kernels.make_loss(SoftmaxCrossEntropySpec()),
             mergers=mergers,
         )
         self._kernels, self._clock = kernels, clock
         self._optimizer = Sgd(momentum=0.9, weight_decay=1e-4)
-        self._optimizer.bind(self._group, self._group.segments)
+        self._updated = [one.part(0, _MOST_UPDATED) for one in self._group.segments if one.start < _MOST_UPDATED]
+        self._optimizer.bind(self._group, self._updated)
+        self._optimizer.update(self._updated, _LEARNING_RATE, None)  # touches the state
         random = np.random.default_rng(0)
         shape = self.plan.tensors[0].shape
         self._images = random.standard_normal(shape, np.float32).astype(held)
@@ -192,27 +202,22 @@ class TimedProgram:
         self._marks: list[float] = []
         self._end = math.inf  # of the step
 
-    @property
-    def parameters(self) -> int:
-        """Number of updated elements."""
-        return self._group.size
-
     @_without_warnings
     def measure(
         self, repeats: Repeats, before: Callable[[], None] = lambda: None, budget: TimeBudget | None = None
     ) -> ProgramTimes | None:
         """Return the times of an undisturbed step, from steps with a clock between actions.
 
-        The result is None if the budget ends before the first timed step. The first step may take half of the rest of it.
+        The result is None if the budget ends before a step that counts, or the first step exceeds its share of the rest.
 
         Args:
             before: callback before each step: a barrier if several ranks measure at the same time.
             budget: time limit; None: there is none.
         """
         budget, laps, seconds = budget or TimeBudget(), list[list[float]](), list[float]()
-        self._end = time.perf_counter() + budget.left() / 2
+        self._end = time.perf_counter() + budget.left() * repeats.share
         for _ in range(repeats.warm_up + repeats.steps):
-            enough = sum(seconds[repeats.warm_up :]) >= repeats.enough_seconds
+            enough = max(sum(seconds[repeats.warm_up :]), *seconds[:1], 0.0) >= repeats.enough_seconds
             if seconds and not budget.allows(math.inf if enough else seconds[-1]):
                 break
             before()
@@ -223,7 +228,7 @@ class TimedProgram:
                 begin = -math.inf  # the step would not have ended in time
             seconds.append(time.perf_counter() - begin)
             self._end = math.inf
-        timed = laps[repeats.warm_up :]
+        timed = laps[repeats.warm_up :] or laps * (seconds[0] >= repeats.enough_seconds)
         return self._times(typical(np.array(timed)).tolist()) if timed else None
 
     def _times(self, laps: list[float]) -> ProgramTimes:
@@ -236,7 +241,7 @@ class TimedProgram:
             actions[phase] = actions.get(phase, 0.0) + seconds
         loss, look = laps[loss_at : loss_at + 2]
         sums, update = laps[-2:]
-        return ProgramTimes(actions, laps[0], look + update, loss + sums)
+        return ProgramTimes(actions, laps[0], (look + update) * max(1.0, self._group.size / _MOST_UPDATED), loss + sums)
 
     def _run(self) -> list[float]:
         """Run one step as in training, and return the seconds of its laps.
@@ -253,7 +258,7 @@ class TimedProgram:
             self._mark()
         loss, statistics = program.loss(self._labels, max(1, self._labels.size)), self._statistics.fetch_batch()
         self._mark()
-        look = arithmetic.fetch_finite([data])
+        look = arithmetic.fetch_finite([data[:_MOST_UPDATED]])
         self._mark()
         for k in range(len(self.plan.backward)):
             program.run_backward(range(k, k + 1))
@@ -264,7 +269,7 @@ class TimedProgram:
         self._statistics.blend(terms, count)
         look.result()
         self._mark()
-        self._optimizer.update(self._group.segments, _LEARNING_RATE, None)
+        self._optimizer.update(self._updated, _LEARNING_RATE, None)
         self._mark()
         return np.diff(self._marks).tolist()
 
@@ -407,12 +412,14 @@ def ensure_measured(
     timed, left, covered, timings = 0, 0, list[Candidate](), list[tuple[OperatorWork, float]]()
     for number, candidate in enumerate(candidates):
         found: list[_Program] = []
+        if number == basis > 0:
+            budget.seconds *= 0.8  # because a choice between the first candidates is worth more than one between all
         complete = budget.allows() and len(covered) >= min(number, basis)
         for program in rank_programs(job, candidate) if complete else ():
             one = _Program(job, program, compile_graph(program.graph, job.kernels, training=True))
             if not budget.agree(one.is_known(times, edges=bool(found))):
                 fits = budget.agree(one.memory_bytes <= memory_bytes) and budget.allows()
-                complete = fits and one.measure(times, repeats, before, budget)
+                complete = fits and one.measure(times, replace(repeats, share=1 / max(1, basis - len(covered))), before, budget)
                 timed += complete
             if not complete:
                 break
@@ -460,7 +467,7 @@ class _Program:
         )
         step = timed.measure(repeats, before, budget)
         if step is not None:
-            record(times, self._plan, timed.parameters, step)
+            record(times, self._plan, self._elements, step)
         for product in self._products if (complete := budget.agree(step is not None)) else ():
             if not budget.agree(times.measured(product_key(product))):
                 seconds = time_product(product, parameter_dtype(job.dtype), repeats.steps, clock, before)
