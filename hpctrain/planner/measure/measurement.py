@@ -175,7 +175,7 @@ def measured_times(
     progress = ProgressEngine(rank=world.rank, deadline_seconds=deadline_seconds, abort=world.abort)
     node = world.split_shared_memory("node")
     times = OperatorTimes(setting_here(job.kernels, threads, node.size), cache_file() if world.rank == 0 else None)
-    candidates = list(_likely(job, space, world.size))
+    candidates = sorted(_likely(job, space, world.size), key=lambda one: one.plan.default is Parallelism.DOMAIN)
     timed = partial(
         ensure_measured,
         memory_bytes=memory_bytes or _memory_bytes() // node.size,
