@@ -190,7 +190,7 @@ def measured_times(
     if coverage.covered[:_BASIS] != tuple(candidates[:_BASIS]):
         uses = set()
         if not coverage.covered:
-            few = replace(job, batch=max(world.size, job.batch // 8))
+            few = replace(job, batch=max(world.size, job.batch // 4))
             half = TimeBudget(budget_seconds / 2, world.broadcast_object)
             timings = timed(few, candidates[:1], OperatorTimes(times.setting), budget=half, basis=1).timings
         _log.info("a step of %s takes too long to time its operators; the choice follows from their rates", job.model)
