@@ -32,7 +32,7 @@ from hpctrain.trace.time_budget import TimeBudget
 _log = logging.getLogger(__name__)
 
 # Largest relative difference of a message's time from that at the earlier start.
-_ALIKE = 0.1
+_ALIKE = 0.15
 _MOST_CHOICES = 100
 # Sections of a configuration on which neither the choice nor the predicted step depends.
 _IRRELEVANT = {"name", "output", "seed", "epochs", "schedule", "metrics", "checkpoint", "max_time", "deadline_seconds", "trace"}
