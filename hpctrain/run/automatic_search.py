@@ -83,8 +83,6 @@ def find(started: StartedJob, job: Job, space: SearchSpace, machine: str | None)
     """
     used = None if machine is None else started.on_root(lambda: machine_file.read(machine).with_threads(started.threads))
     timed, limits = None, (started.threads, started.deadline_seconds)
-    if used is None or job.kernels.arithmetic.on_host:
-        _log.info("timing operators of %s%s, for up to 10 s", job.model, " and messages" if used is None else "")
     if job.kernels.arithmetic.on_host:
         memory_bytes = None if used is None else used.memory_bytes
         timed = measured_times(started.world, job, space, *limits, _TIMING_SECONDS, memory_bytes)

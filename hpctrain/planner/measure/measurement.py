@@ -167,7 +167,7 @@ def measured_times(
     """Measure the operators of likely candidates while all ranks compute; rank 0 stores the times. Collective over `world`.
 
     Args:
-        memory_bytes: memory of a rank; candidates that need more are not measured. None: an equal share of this node's.
+        memory_bytes: memory of a rank, which candidates must not exceed. None: an equal share of this node's, on a new machine.
 
     Raises:
         ConfigError: no grid fits batch and ranks.
@@ -175,6 +175,7 @@ def measured_times(
     progress = ProgressEngine(rank=world.rank, deadline_seconds=deadline_seconds, abort=world.abort)
     node = world.split_shared_memory("node")
     times = OperatorTimes(setting_here(job.kernels, threads, node.size), cache_file() if world.rank == 0 else None)
+    _log.info("timing operators of %s%s, for up to 10 s", job.model, "" if memory_bytes else " and messages")
     candidates = sorted(_likely(job, space, world.size), key=lambda one: one.plan.default is Parallelism.DOMAIN)
     timed = partial(
         ensure_measured,
