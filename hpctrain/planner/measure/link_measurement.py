@@ -1,7 +1,7 @@
 """Measure one link between two ranks, and fit a `Link` to the measured points.
 
-`LinkProbe` posts, polls and waits for messages of several sizes, as averagers do. Each time is the minimum of several
-measurements, because other work on the machine only increases times. The fit joins neighbouring sizes by straight lines. It also
+`LinkProbe` posts, polls and waits for messages of several sizes, as averagers do. Times of messages are the minimum of several
+measurements, because other work only increases them. The fit joins neighbouring sizes by straight lines. It also
 derives the bytes that move between two polls, and the burst: the bytes that pass without delay after a pause.
 """
 
@@ -105,10 +105,10 @@ class _Raw(NamedTuple):
 
 
 def _point(passes: Sequence[_Raw]) -> MessagePoint:
-    """Return the minimum of each time over all passes."""
+    """Return the minimum of each time over all passes; the median of the core's times, differences that noise also shortens."""
     one, two = min(raw.one for raw in passes), min(raw.two for raw in passes)
     fewest = min(passes, key=lambda raw: raw.polls)
-    core, summing = min(raw.core for raw in passes), min(raw.summing_core for raw in passes)
+    core, summing = median(raw.core for raw in passes), median(raw.summing_core for raw in passes)
     return MessagePoint(passes[0].n_bytes, one, max(0.0, two - one), fewest.polls, fewest.gap, core, summing)
 
 
@@ -265,27 +265,27 @@ class LinkProbe:
     def _core_seconds(self, post: Callable[[], Handle], lap: Callable[[], float], lap_seconds: float) -> float:
         """Return the time by which an operation lengthens a computation of laps with a poll after each.
 
-        It is a mean over repetitions and both ranks, because the interrupts of a network change between cores.
+        It is that of the rank with more of it, because the interrupts of a network reach one core for a while, and the other
+        rank waits for this one.
         """
         assert self._queue is not None
         assert self._pair is not None
-        spent = longer = 0.0
-        for _ in range(_POLLED_REPEATS):
+        longer = [0.0] * _POLLED_REPEATS
+        for repeat in range(_POLLED_REPEATS):
             self._meet()
             begin = self._progress.now()
             ticket = self._queue.post(post, _PURPOSE)
-            spent += self._progress.now() - begin
+            longer[repeat] += self._progress.now() - begin
             for _ in range(_MOST_POLLS):
                 if ticket.done:
                     break
-                longer += min(lap(), _LONGEST_LAP * lap_seconds) - lap_seconds
+                longer[repeat] += min(lap(), _LONGEST_LAP * lap_seconds) - lap_seconds
                 begin = self._progress.now()
                 self._progress.poll()
-                spent += self._progress.now() - begin
+                longer[repeat] += self._progress.now() - begin
             self._progress.wait(ticket)
-        of_both = self._pair.allgather_object((spent, longer))
-        mean_spent, mean_longer = (fmean(column) / _POLLED_REPEATS for column in zip(*of_both, strict=True))
-        return mean_spent + max(0.0, mean_longer)
+        of_both = self._pair.allgather_object(longer)
+        return max(0.0, fmean(max(of_one) for of_one in zip(*of_both, strict=True)))
 
 
 def _busy(seconds: float) -> None:

@@ -91,6 +91,7 @@ _LEARNING_RATE = 0.0  # so that weights do not change and stay finite
 # Nothing is received, so message buffers contain arbitrary numbers and may overflow.
 _without_warnings = np.errstate(over="ignore", invalid="ignore", divide="ignore")
 _FILL = {"running_mean": 0.0, "running_var": 1.0}
+_QUIET = 1.1  # largest duration of an undisturbed step, relative to the fastest
 
 
 # Number of different random weights of a parameter, repeated: steps with weights that are all different take no longer.
@@ -287,15 +288,14 @@ def local_specs(graph: Graph, specs: Mapping[str, ParameterSpec], shards: Mappin
 
 
 def typical(laps: np.ndarray) -> np.ndarray:
-    """Return the seconds of each lap (L,) in an undisturbed step, estimated from several steps (steps, L).
+    """Return the seconds of each lap (L,) in a usual undisturbed step, estimated from several steps (steps, L).
 
-    The laps add up to the duration of the fastest step. Other work on the machine only lengthens steps, by half and more for
-    seconds at a time, so the minimum is reproducible. The sum of the minima of all laps would be too small, because most steps
-    are disturbed in some lap.
+    The laps add up to the mean duration of undisturbed steps. Other work on the machine lengthens steps by half and more for
+    seconds at a time. The fastest step alone is shorter than most steps of a training.
     """
     medians: np.ndarray = np.median(laps, axis=0)
-    total = float(medians.sum())
-    return medians * (float(np.min(laps.sum(axis=1))) / total) if total else medians
+    steps, total = laps.sum(axis=1), float(medians.sum())
+    return medians * (float(np.mean(steps[steps <= _QUIET * np.min(steps)])) / total) if total else medians
 
 
 def clock_of(threads: int, *, on_host: bool = True) -> Callable[[], float]:

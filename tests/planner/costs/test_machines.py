@@ -377,7 +377,7 @@ def test_computation_that_a_message_lengthens_is_time_of_the_core() -> None:
 
         return probe._core_seconds(probe._gather(1 << 20), lap, 1e-3)  # the message takes 8.4 ms, 6 laps
 
-    assert run_virtual(2, program, link=LinkModel(50e-6, 8e-9)) == [pytest.approx(6 * 0.5e-3 / 2)] * 2
+    assert run_virtual(2, program, link=LinkModel(50e-6, 8e-9)) == [pytest.approx(6 * 0.5e-3)] * 2
 
 
 def test_the_core_pays_for_middle_messages_although_tiny_ones_and_bytes_are_cheap() -> None:

@@ -89,12 +89,12 @@ def test_dropout_has_an_id_for_every_sample_of_the_split_group(use: Parallelism)
     assert np.isfinite(timed._group.grad).all()
 
 
-def test_typical_laps_add_up_to_the_least_disturbed_step() -> None:
+def test_typical_laps_add_up_to_the_mean_of_undisturbed_steps() -> None:
     laps = np.tile(np.arange(1.0, 10.0), (5, 1))
     for number, lap in enumerate(laps):
-        lap[number] += 9.0 + number  # every step is disturbed somewhere, no lap in most of them
+        lap[number] += (9.0, 10.0, 11.0, 20.0, 45.0)[number]  # the last two are disturbed, no lap in most of them
     steps = typical(laps)
-    assert steps.sum() == pytest.approx(45.0 + 9.0)
+    assert steps.sum() == pytest.approx(45.0 + 10.0)
     np.testing.assert_allclose(steps / steps[0], np.arange(1.0, 10.0))
     np.testing.assert_array_equal(typical(np.ones((3, 4))), np.ones(4))
     np.testing.assert_array_equal(typical(np.zeros((3, 4))), np.zeros(4))
