@@ -221,7 +221,8 @@ def _spoken(value: object) -> str:
 @cache
 def _options(entry: Callable[..., Any], left_out: frozenset[str]) -> tuple[Option, ...]:
     options_type = options_of(entry)
-    meanings = _meanings(options_type)
+    documented = reversed(options_type.__mro__) if inspect.isclass(options_type) else (options_type,)  # with a class's bases
+    meanings = dict(line for one in documented for line in _arguments(inspect.cleandoc(one.__doc__ or "")))
     return tuple(
         _option(parameter, meanings.get(name, ""))
         for name, parameter in parameters_of(options_type).items()
@@ -250,13 +251,8 @@ def _sentence(entry: Callable[..., Any]) -> str:
     return " ".join((inspect.getdoc(entry) or "").split("\n\n")[0].split())
 
 
-def _meanings(entry: Callable[..., Any]) -> dict[str, str]:
-    """Return option -> description, from "Args" of a function, or of a class and its bases. Each entry must begin a line."""
-    documented = [cls.__doc__ for cls in reversed(entry.__mro__)] if inspect.isclass(entry) else [entry.__doc__]
-    return dict(line for text in documented for line in _arguments(inspect.cleandoc(text or "")))
-
-
 def _arguments(text: str) -> Iterator[tuple[str, str]]:
+    """Yield (option, description) from the entries of "Args" in a docstring. Each entry must begin a line."""
     section = re.search(r"^Args:\n((?:    .*\n?|\n)*)", text, re.MULTILINE)
     for match in re.finditer(r"^    (\w+): (.*(?:\n {8}.*)*)", section[1] if section else "", re.MULTILINE):
         yield match[1], " ".join(match[2].split())

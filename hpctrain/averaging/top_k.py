@@ -287,7 +287,10 @@ class TopK(Compressor):
             guess = self._selection.common(bits, _SAMPLE_STRIDE, rank) if self.size > _SMALL_SIZE and rank else None
             self._choose_from(bits, positions, guess)
             return
-        least = self._selection.sampled(bits, _SAMPLE_STRIDE, self._rank_in_sample())
+        # At least `kept` elements reach the threshold of this rank, unless the sample is off by more than 4 sigma.
+        expected = self.kept / _SAMPLE_STRIDE
+        rank = math.ceil(expected + 4 * math.sqrt(expected)) + 2
+        least = self._selection.sampled(bits, _SAMPLE_STRIDE, rank)
         candidates = self._selection.candidates(bits, least)
         if candidates is None or candidates[1].size < self.kept:
             lower, upper, chosen, reached = self._narrowed(bits, least)
@@ -298,14 +301,6 @@ class TopK(Compressor):
         assert candidates is not None, "more elements reach the threshold than were counted"
         self._choose_from(candidates[0], positions)
         np.take(candidates[1], positions, out=positions, mode="clip")
-
-    def _rank_in_sample(self) -> int:
-        """Return the rank of the first threshold in the sample.
-
-        At least `kept` elements reach this threshold, unless the sample is off by more than 4 sigma.
-        """
-        expected = self.kept / _SAMPLE_STRIDE
-        return math.ceil(expected + 4 * math.sqrt(expected)) + 2
 
     def _choose_from(self, bits: np.ndarray, positions: np.ndarray, guess: int | None = None) -> None:
         """Write the positions of the elements to keep. If `guess` is not the smallest of them, find it by a partition."""

@@ -176,7 +176,12 @@ class _Batches:
 def _timed(stages: dict[tuple[str, int], PipelineStage]) -> dict[tuple[str, int], tuple[float, float]]:
     """Return the median wall and CPU seconds of a batch for each stage. The stages take turns."""
     times_of: dict[tuple[str, int], list[tuple[float, float]]] = {key: [] for key in stages}
-    repeats = {key: _repeats(stage) for key, stage in stages.items()}
+    repeats = {}  # batches in about 0.1 s, which is long enough to time
+    for key, stage in stages.items():
+        stage(0)  # not timed, because it allocates buffers
+        begin = time.perf_counter()
+        stage(0)
+        repeats[key] = max(1, round(_LEAST_SECONDS / max(1e-6, time.perf_counter() - begin)))
     number = 1
     for _ in range(_ROUNDS):
         for key, stage in stages.items():
@@ -187,17 +192,6 @@ def _timed(stages: dict[tuple[str, int], PipelineStage]) -> dict[tuple[str, int]
             wall, cpu = time.perf_counter() - begin, time.process_time() - cpu_begin
             times_of[key].append((wall / repeats[key], cpu / repeats[key]))
     return {key: (median(wall for wall, _ in times), median(cpu for _, cpu in times)) for key, times in times_of.items()}
-
-
-def _repeats(stage: PipelineStage) -> int:
-    """Return the number of batches that a stage processes in about 0.1 s, which is long enough to time.
-
-    The first batch is not timed, because it allocates buffers.
-    """
-    stage(0)
-    begin = time.perf_counter()
-    stage(0)
-    return max(1, round(_LEAST_SECONDS / max(1e-6, time.perf_counter() - begin)))
 
 
 def _less(whole: tuple[float, float], share: tuple[float, float]) -> tuple[float, float]:

@@ -55,7 +55,8 @@ def print_plan(
 def _head(task: PlannedRun) -> Iterator[str]:
     plan, config = task.plan, task.config
     height, width, channels = task.job.image_shape
-    samples = _span(micro_counts(task))
+    counts = micro_counts(task)
+    samples = counted(counts[0], "sample") if len(set(counts)) == 1 else f"{_range(counts)} samples"
     micro = f" in {config.micro_batches} micro-batches" if config.micro_batches > 1 else ""
     numbers = config.dtype if config.precision == "float32" else config.precision
     yield (
@@ -196,11 +197,6 @@ def _halo(layer: LayerReport, split_size: int) -> str:
 
 def _interval(interval: Interval) -> str:
     return f"{interval[0]}:{interval[1]}" if interval[0] < interval[1] else "-"
-
-
-def _span(values: Sequence[int]) -> str:
-    least, most = min(values), max(values)
-    return counted(least, "sample") if least == most else f"{least:,} to {most:,} samples"
 
 
 def _range(values: Sequence[int], between: str = " to ") -> str:

@@ -104,12 +104,6 @@ def first_deferred(steps: Sequence[Augmentation]) -> int:
     return made[-1] - 1 if isinstance(steps[made[-1] - 1], ResamplingAugmentation) else made[-1]
 
 
-def leaves_resize(steps: Sequence[Augmentation]) -> bool:
-    """Return whether the first deferrable step resizes images."""
-    first = first_deferred(steps)
-    return first < len(steps) and isinstance(steps[first], ResamplingAugmentation)
-
-
 def resampled(step: Augmentation, size: tuple[int, int], u: np.ndarray) -> Resampling | None:
     """Return the resize of images of `size` (H, W) by a step, for random numbers u (count, draws); None if it does not resize."""
     if not isinstance(step, ResamplingAugmentation):

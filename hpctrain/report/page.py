@@ -253,7 +253,9 @@ def _data_url(kind: str, content: bytes) -> str:
 
 def report_page(records: Sequence[RunRecord], results: Sequence[JudgedSet] = ()) -> Page:
     """Return the contents of the report on runs, with the evaluations of some of them."""
-    records = _with_short_names(records)
+    short = [record.settings.get("name", record.name) for record in records]
+    if len(records) > 1 and len(set(short)) == len(short):  # names of directories are longer
+        records = [replace(record, name=name) for record, name in zip(records, short, strict=True)]
     names = tuple(record.name for record in records)
     judged = results[0].split if results else "test"
     title = f"{names[0]}" if len(names) == 1 else f"{len(names)} runs: {', '.join(names)}"
@@ -267,14 +269,6 @@ def report_page(records: Sequence[RunRecord], results: Sequence[JudgedSet] = ())
         _settings(records),
     )
     return Page(title, names, tuple(part for part in parts if not part.is_empty), _headline(records))
-
-
-def _with_short_names(records: Sequence[RunRecord]) -> list[RunRecord]:
-    """Return the records, with the configured names of several runs if these differ, as names of directories are longer."""
-    short = [record.settings.get("name", record.name) for record in records]
-    if len(records) == 1 or len(set(short)) < len(short):
-        return list(records)
-    return [replace(record, name=name) for record, name in zip(records, short, strict=True)]
 
 
 def _headline(records: Sequence[RunRecord]) -> str:

@@ -276,23 +276,18 @@ class ReadReport(Observer):
         """Report the samples read by all ranks, and record unreadable samples."""
         total = self._total()
         if any(total.values()):
-            self._reporter.say(reads_line(total))
+            parts = [
+                f"{total[f'{name}_samples']:,} {text} ({size_text(total[f'{name}_bytes'])})"
+                for name, text in _WORDS.items()
+                if total.get(f"{name}_samples")
+            ]
+            self._reporter.say(f"samples read: {', '.join(parts)}")
         self._gaps.finish(position)
 
     def _total(self) -> dict[str, int]:
         if self._cache is None:
             return {}
         return summed(self._world.allgather_object(self._cache.counts.values()))
-
-
-def reads_line(total: Mapping[str, int]) -> str:
-    """Return the line on the number of samples read from each source; `total` has them and their bytes by name."""
-    parts = [
-        f"{total[f'{name}_samples']:,} {text} ({size_text(total[f'{name}_bytes'])})"
-        for name, text in _WORDS.items()
-        if total.get(f"{name}_samples")
-    ]
-    return f"samples read: {', '.join(parts)}"
 
 
 class RunHashes(Observer):

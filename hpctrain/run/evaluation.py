@@ -152,16 +152,11 @@ def existing_checkpoint(session: Session, source: str) -> tuple[Path, Checkpoint
     there = find_checkpoint(session.world, output, name, source)
     if there is None:
         raise CheckpointError(f"No run of {name!r} in {Path(output).absolute()} has a checkpoint; train one first.")
-    keep_log(there[0], session.world.rank)
-    return there
-
-
-def keep_log(checkpoint: Path, rank: int) -> None:
-    """Continue a rank's log file in the run that the checkpoint belongs to, else in the checkpoint's directory."""
     kept = log.current_rank_log()
-    if kept is not None:
-        place = checkpoint.resolve().parent
-        kept.keep_in(RunDirectory(containing_run(place) or place).log_path(rank))
+    if kept is not None:  # continue it in the run that the checkpoint belongs to, else in the checkpoint's directory
+        place = there[0].resolve().parent
+        kept.keep_in(RunDirectory(containing_run(place) or place).log_path(session.world.rank))
+    return there
 
 
 def known_data(config: Config, path: Path, content: CheckpointContent) -> DataFacts:
@@ -213,24 +208,15 @@ def build_setup(
         config = session.config
         data = known_data(config, path, content)
         images = evaluation_images(config, opened, split, data, CHECKPOINT)
-        _check_held_out(images, data, path)
+        if images.split is not None and DataFacts.of(images.file, images.split.validation).held_out != data.held_out:
+            raise CheckpointError(
+                f"{path} was not trained with these validation samples held out, so it may have been trained on them; give "
+                "data.validation, data.train and seed the values of its training."
+            )
         replica = trained_replica(session, content, data, images, averaged=averaged)
         return with_loaders(session, images, replica, config.evaluate.batch or config.batch, flip=flip)
 
     return raise_on_all_ranks(session.world, build)
-
-
-def _check_held_out(images: Images, data: DataFacts, path: Path) -> None:
-    """Raise if the model may have been trained on the validation samples.
-
-    Raises:
-        CheckpointError: the training held out other samples.
-    """
-    if images.split is not None and DataFacts.of(images.file, images.split.validation).held_out != data.held_out:
-        raise CheckpointError(
-            f"{path} was not trained with these validation samples held out, so it may have been trained on them; give "
-            "data.validation, data.train and seed the values of its training."
-        )
 
 
 def with_loaders(session: Session, images: Images, replica: Replica, batch: int, *, flip: bool) -> EvaluationSetup:

@@ -23,6 +23,7 @@ from hpctrain.nn.network import ALL
 from hpctrain.run.build import TrainingSetup
 from hpctrain.run.resume import Start
 from hpctrain.runs.directory import RunDirectory
+from hpctrain.storage.atomic_write import write_text
 
 _META = "schedules"
 
@@ -56,7 +57,7 @@ def keep_schedules(session: Session, setup: TrainingSetup, directory: RunDirecto
     texts = {key: text for texts_of_rank in gathered for key, text in texts_of_rank.items()}
     if session.is_root:
         for key, text in texts.items():
-            directory.bookkeeping.attempt("schedules", partial(directory.write_schedule, key, text))
+            directory.bookkeeping.attempt("schedules", partial(write_text, directory.schedule_path(key), text))
     return {_META: texts}
 
 

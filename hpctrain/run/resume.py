@@ -207,10 +207,6 @@ class Start:
     changes: tuple[Change, ...]
     data: DataFacts
 
-    def without_tensors(self) -> Start:
-        """Return the start without the checkpoint's tensors, to free their memory after loading."""
-        return replace(self, content=CheckpointContent({}, self.content.meta))
-
 
 def find_start(session: Session, source: str, ownership: RunOwnership | None = None) -> Start | None:
     """Return the checkpoint that training resumes from; None if the source is "auto" and no run of this name has one. Collective.

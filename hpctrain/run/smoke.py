@@ -118,7 +118,9 @@ def _on_images(config: Config, images: ImageFacts) -> tuple[Config, tuple[str, .
         "samples": STEPS * config.batch,
         "test_samples": config.batch + 1,  # the last batch of an evaluation is usually incomplete
     }
-    sizes = _short_sizes([step.size for step in config.data.sizes])
+    sizes = [step.size for step in config.data.sizes]
+    several = len(set(sizes)) > 1  # keep the first and the largest; if the first is the largest, the last one
+    sizes = [sizes[0], max(sizes) if max(sizes) != sizes[0] else sizes[-1]] if several else sizes[:1]
     data: DataConfig = config.data.model_copy(
         update={
             "train": SYNTHETIC,
@@ -130,13 +132,6 @@ def _on_images(config: Config, images: ImageFacts) -> tuple[Config, tuple[str, .
     all_sizes, stand_ins = (", ".join(map(str, some)) for some in ([step.size for step in config.data.sizes], sizes))
     note = (f"training images of {stand_ins} px, an epoch each, in place of {all_sizes}",) if sizes else ()
     return config.model_copy(update={"data": data}), note
-
-
-def _short_sizes(sizes: list[int]) -> list[int]:
-    """Return the first and the largest of the image sizes; if the first is the largest, the last one instead."""
-    if len(set(sizes)) < 2:
-        return sizes[:1]
-    return [sizes[0], max(sizes) if max(sizes) != sizes[0] else sizes[-1]]
 
 
 def _short(config: Config, ranks: int) -> tuple[Config, tuple[str, ...]]:

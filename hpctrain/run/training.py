@@ -51,7 +51,7 @@ from hpctrain.runs.directory import RunDirectory, software_versions
 from hpctrain.storage import checkpoint
 from hpctrain.storage.checkpoint import checkpoints
 from hpctrain.training.accounts import StepTimes
-from hpctrain.training.metrics import Reporter, RunningSums
+from hpctrain.training.metrics import Reporter
 from hpctrain.training.reporters import make_reporter
 from hpctrain.training.reporting import ConsoleReporter, LogReporter, ProgressStyle
 from hpctrain.training.snapshot import Position
@@ -260,7 +260,7 @@ def run_training(session: Session, watch: SignalWatch, asked: TrainingRequest, o
         if start is not None:
             enter(session, RunPhase.LOAD)
             raise_on_all_ranks(session.world, partial(setup.replica.load, start.content))
-            start = start.without_tensors()
+            start = replace(start, content=replace(start.content, tensors={}))  # frees the memory of the tensors
         enter(session, RunPhase.OPEN)
         position = Position() if start is None else start.position
         if start is None or start.directory is None:
@@ -578,18 +578,13 @@ def _end_lines(asked: TrainingRequest, end: RunEnd, config: Config, checkpoints:
     then = f" after epoch {outcome.evaluated_epochs} of {epochs}" if outcome.stopped else ""
     for split, sums in ((config.data.evaluated, outcome.evaluation), ("test", outcome.test)):
         if sums is not None:
-            yield from _accuracy(f"{split} accuracy{then}", sums)
+            label, means = f"{split} accuracy{then}", sums.means()
+            loss = loss_text(means["loss"])
+            yield f"{label}: {means['top1']:.2%} (top5 {means['top5']:.2%}, loss {loss}, {sums.count:,} images)"
+            if "ema_top1" in means:
+                yield f"{label} of the averaged weights: {means['ema_top1']:.2%} (loss {loss_text(means['ema_loss'])})"
     if checkpoints.best is not None and (best := checkpoints.best.line(named=not asked.trial)) is not None:
         yield best
-
-
-def _accuracy(label: str, sums: RunningSums) -> Iterator[str]:
-    """Yield lines on an evaluation, and on that of the averaged weights."""
-    means = sums.means()
-    loss = loss_text(means["loss"])
-    yield f"{label}: {means['top1']:.2%} (top5 {means['top5']:.2%}, loss {loss}, {sums.count:,} images)"
-    if "ema_top1" in means:
-        yield f"{label} of the averaged weights: {means['ema_top1']:.2%} (loss {loss_text(means['ema_loss'])})"
 
 
 def _steps_reached(outcome: Outcome, epochs: int, asked: TrainingRequest, directory: Path, written: Path) -> Iterator[str]:

@@ -185,12 +185,10 @@ def _stored(record: RunRecord) -> dict[int, Path]:
 
 def _different(one: CheckpointContent, other: CheckpointContent) -> list[str]:
     """Return the keys of tensors that differ, parameters first."""
-    keys = dict.fromkeys([*one.tensors, *other.tensors])
-    return sorted((key for key in keys if not _is_same(one, other, key)), key=lambda key: not key.startswith(_PARAMETERS))
 
+    def bits(content: CheckpointContent, key: str) -> object:
+        array = content.tensors.get(key)
+        return None if array is None else (array.shape, array.dtype, array.tobytes())
 
-def _is_same(one: CheckpointContent, other: CheckpointContent, key: str) -> bool:
-    if key not in one.tensors or key not in other.tensors:
-        return False
-    here, there = one.tensors[key], other.tensors[key]
-    return here.shape == there.shape and here.dtype == there.dtype and here.tobytes() == there.tobytes()
+    different = [key for key in dict.fromkeys([*one.tensors, *other.tensors]) if bits(one, key) != bits(other, key)]
+    return sorted(different, key=lambda key: not key.startswith(_PARAMETERS))

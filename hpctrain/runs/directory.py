@@ -234,10 +234,6 @@ class RunDirectory:
             raise DataError(f"{pointer} does not contain a path; delete the file, and give the directory of flight records.")
         return Path(text)
 
-    def write_schedule(self, group: str, schedule: str) -> None:
-        """Store the schedule (JSON text) of a parameter group's averager, atomically replacing an earlier one."""
-        write_text(self.schedule_path(group), schedule)
-
     def schedule_path(self, group: str) -> Path:
         """Return the path of the schedule of a parameter group's averager."""
         return self.path / f"schedule-{group}.json"

@@ -175,12 +175,6 @@ class StoreIndex:
     meta: Mapping[str, object]
 
 
-def _little_endian(array: np.ndarray) -> np.ndarray:
-    """Return the array itself, or a copy if it is not C-contiguous or not little-endian."""
-    assert array.dtype.kind in "biuf", f"dtype {array.dtype} cannot be stored in a checkpoint"
-    return np.asarray(array, array.dtype.newbyteorder("<"), order="C")
-
-
 def begun_digest(dtype: np.dtype, shape: tuple[int, ...]) -> hashlib._Hash:
     """Return a sha256 object over dtype and shape of an array, to be updated with the elements."""
     return hashlib.sha256(f"{dtype.str} {shape}\n".encode())
@@ -220,7 +214,7 @@ def write_store(path: Path, tensors: Mapping[str, np.ndarray], meta: Mapping[str
         with h5py.File(stored, "w", libver=_LIBVER) as file:
             for name in tensors:
                 assert "/" in name, f"{name} has no group"
-                digests[name] = _write_tensor(file, stored, name, _little_endian(tensors[name]))
+                digests[name] = _write_tensor(file, stored, name, tensors[name])
             digests[_META] = _write_meta(file, meta)
             file.attrs["format"] = np.bytes_(FORMAT)
             file.attrs["format_version"] = FORMAT_VERSION
@@ -234,6 +228,8 @@ def write_store(path: Path, tensors: Mapping[str, np.ndarray], meta: Mapping[str
 
 def _write_tensor(file: h5py.File, stored: StoreFile, name: str, array: np.ndarray) -> str:
     """Reserve a contiguous dataset through HDF5, write the elements into it, and return their checksum."""
+    assert array.dtype.kind in "biuf", f"dtype {array.dtype} cannot be stored in a checkpoint"
+    array = np.asarray(array, array.dtype.newbyteorder("<"), order="C")
     creation, linking = h5py.h5p.create(h5py.h5p.DATASET_CREATE), h5py.h5p.create(h5py.h5p.LINK_CREATE)
     creation.set_layout(h5py.h5d.CONTIGUOUS)
     creation.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)

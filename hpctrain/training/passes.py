@@ -290,7 +290,11 @@ class StatisticsSharing:
         size = {_RANK: 1, _GROUP: plan.rows, _ALL: plan.rows * plan.cols}[scope]
         by_rank = counts(samples, plan.rows * plan.cols, plan.rows)
         teams = {by_rank[first : first + size] for first in range(0, len(by_rank), size)}  # a set: most are equal
-        return min(filter(None, (count for team in teams for count in _samples_of_passes(team, self.micro_batches))))
+        of_passes: set[int] = set()  # samples of a team in each of its passes
+        for team in teams:
+            shares = [(ranks, even(count, self.micro_batches)) for count, ranks in Counter(team).items()]
+            of_passes.update(sum(ranks * share[number] for ranks, share in shares) for number in range(self.micro_batches))
+        return min(filter(None, of_passes))
 
     def _scope(self, node: Node) -> str:
         assert isinstance(node.spec, BatchNormSpec)
@@ -310,16 +314,6 @@ class StatisticsSharing:
         if scope == _SHARD and samples > 1:
             others.insert(0, f"set exact.shards to at most {samples // 2}")
         return f"set batch to at least {2 * parts}, or {', or '.join(others)}"
-
-
-def _samples_of_passes(team: Sequence[int], passes: int) -> Sequence[int]:
-    """Return the number of samples in each pass, summed over the ranks of a team.
-
-    Args:
-        team: number of samples of each of these ranks in the step.
-    """
-    shares = [(ranks, even(count, passes)) for count, ranks in Counter(team).items()]
-    return [sum(ranks * share[number] for ranks, share in shares) for number in range(passes)]
 
 
 # The latest network of this process that was checked, with the samples of a pass.

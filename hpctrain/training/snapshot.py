@@ -278,7 +278,11 @@ def put(
                 else:
                     state[key] = _part(content, optimizer_key(key, name), name, network, shards).reshape(-1)
             averager.load_state(parameter, state)
-    _put_counters(content, averagers)
+    stored: Mapping[str, Mapping[str, int]] = content.meta.get(_COUNTERS) or {}  # type: ignore[assignment]
+    # Another grid has other groups; counters of one name are equal in all of them.
+    counts = {name: count for counters in stored.values() for name, count in counters.items()}
+    for group, averager in averagers.items():
+        averager.load_counters({**counts, **stored.get(group, {})})
     if average is not None:
         for name, statistic in average.views.items():
             key = averaged_statistic_key(name)
@@ -308,17 +312,6 @@ def _exact(content: CheckpointContent, name: str, network: Network, shards: Shar
     values = _part(content, parameter_key(name), name, network, shards)
     key = optimizer_key(PARAMETER_ERROR, name)
     return values + _part(content, key, name, network, shards) if key in content.tensors else values
-
-
-def _put_counters(content: CheckpointContent, averagers: Mapping[str, GradientAverager]) -> None:
-    """Load the averagers' counters by parameter group.
-
-    On another grid, which has other groups, the counters of any group are used: counters of one name are equal in all groups.
-    """
-    stored: Mapping[str, Mapping[str, int]] = content.meta.get(_COUNTERS) or {}  # type: ignore[assignment]
-    counts = {name: count for counters in stored.values() for name, count in counters.items()}
-    for group, averager in averagers.items():
-        averager.load_counters({**counts, **stored.get(group, {})})
 
 
 def _kept_back(content: CheckpointContent, key: str, name: str, network: Network, shards: Shards, holders: int) -> np.ndarray:

@@ -363,7 +363,11 @@ class Lazy(Sharded):
 
     def __init__(self, group: PlannedGroup, options: LazyOptions | None = None) -> None:
         super().__init__(group, options)
-        self._lazy = self.apart = self.accumulated = _front(group, self.options.layers)
+        # Names that differ only after the last dot belong to one layer.
+        owners = list(dict.fromkeys(name.rpartition(".")[0] for name in group.network_parameters))
+        front = set(owners[: self.options.layers])
+        self._lazy = frozenset(name for name in group.layout.specs if name.rpartition(".")[0] in front)
+        self.apart = self.accumulated = self._lazy
         self.exchanging = {weight: biases for weight, biases in self.exchanging.items() if weight not in self._lazy}
 
     @classmethod
@@ -386,13 +390,3 @@ class Lazy(Sharded):
             assert not self.group.several_groups, "the groups of a network must share their interval"
             interval = self.shared(setup.comm, setup.progress, 1)
         return LazyAverager(setup, agreement, lazy=self._lazy, interval=interval, **self.averager_arguments(agreement))
-
-
-def _front(group: PlannedGroup, layers: int) -> frozenset[str]:
-    """Return the group's parameters of the network's first `layers` layers.
-
-    Names that differ only after the last dot belong to one layer.
-    """
-    owners = list(dict.fromkeys(name.rpartition(".")[0] for name in group.network_parameters))
-    front = set(owners[:layers])
-    return frozenset(name for name in group.layout.specs if name.rpartition(".")[0] in front)

@@ -530,23 +530,14 @@ class Sparse(ReduceScatterStrategy):
         compressed: list[Slice] = []
         for candidate in candidates:
             pieces = cut(layout, [candidate], most)
-            if self._pays(max(piece.size for piece in pieces), link):
-                compression = Compression(self.nodes, self.options.density)
+            compression = Compression(self.nodes, self.options.density)
+            elements = -(-max(piece.size for piece in pieces) * self.nodes // self.group.ranks)  # of the first rank, the most
+            costs = elements, self.nodes, layout.item_bytes, link or slicing.RULE_LINK, compression.kept(elements)
+            if self.options.compress == "always" or sparse_pays(*costs):
                 compressed += [replace(piece, compression=compression) for piece in pieces]
         chosen = {name for piece in compressed for name in piece.parameters}
         dense = cut(layout, fused(layout, least, chosen), most)
         return tuple(sorted((*compressed, *dense), key=lambda piece: piece.start))
-
-    def _pays(self, size: int, link: LinkModel | None) -> bool:
-        """Return whether a slice of `size` elements is compressed.
-
-        The decision is based on the first rank's part, which is the largest.
-        """
-        if self.options.compress == "always":
-            return True
-        elements = -(-size * self.nodes // self.group.ranks)
-        kept = Compression(self.nodes, self.options.density).kept(elements)
-        return sparse_pays(elements, self.nodes, self.group.layout.item_bytes, link or slicing.RULE_LINK, kept)
 
     def operations(self, slices: Sequence[Slice], times: Times, link: LinkModel | None) -> tuple[Operation, ...]:
         """Return the operations of a reduce-scatter strategy with the exchange across nodes.

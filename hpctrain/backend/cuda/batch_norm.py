@@ -100,7 +100,9 @@ class CudaBatchNorm(InPlace, CudaOperator):
         if self.training and context.training and not self.norm.fixed:
             self._measure()
         else:
-            self._use_running_statistics()
+            statistics = self.buffers.statistics["running_mean"], self.buffers.statistics["running_var"]
+            arguments = *statistics, *self._affine, self._coefficients, *self._channels, np.float64(self.norm.epsilon)
+            self._launch_each_channel("bn_evaluation", *arguments)
         buffers = self.buffers
         residual = buffers.inputs[1] if self.norm.add else None
         mask = self._mask if context.training else None
@@ -145,12 +147,6 @@ class CudaBatchNorm(InPlace, CudaOperator):
         constants = *self._channels, np.float64(self.norm.epsilon)
         arrays = *self._affine, self._coefficients, *self._batch_statistics
         self._launch_channels("bn_moments_finish", partial, x, *arrays, *sizes, *constants)
-
-    def _use_running_statistics(self) -> None:
-        """Enqueue the coefficients of evaluation, from the running statistics."""
-        statistics = self.buffers.statistics["running_mean"], self.buffers.statistics["running_var"]
-        arguments = *statistics, *self._affine, self._coefficients, *self._channels, np.float64(self.norm.epsilon)
-        self._launch_each_channel("bn_evaluation", *arguments)
 
     @property
     def _coefficients(self) -> DeviceArray:

@@ -340,7 +340,10 @@ def _stage(machine: Machine, run: Sequence[tuple[_Round, float]], placement: Gro
     summed = link.sum_seconds * sum(one.messages * one.n_bytes for one in rounds if one.sums)
     latency, beta = _message_costs(link, rounds)
     _, within_beta = _message_costs(machine.within, rounds)
-    sharers = _sharers(machine, placement, crossing / sent if any(one.ring for one in rounds) else 1.0)
+    # Cards are used evenly by all groups of the same kind. In a ring, only the last rank of a node sends to another node.
+    cards, using = max(1, machine.ranks_per_node // machine.ranks_per_card), placement.per_node * placement.alike
+    sending = using * (crossing / sent if any(one.ring for one in rounds) else 1.0)
+    sharers = max(1.0, using / min(cards, max(1.0, sending)))
     # In a ring, the copies of other ranks may delay the one rank of a node that sends to the next node.
     if crossing and (sent - crossing) * within_beta <= crossing * sharers * beta:
         between, wire = True, crossing
@@ -371,16 +374,6 @@ def _message_costs(link: Link, rounds: Sequence[_Round]) -> tuple[float, float]:
     sizes = [one.messages * one.n_bytes for one in rounds]
     wire = sum(size * segment.beta_seconds_per_byte for size, segment in zip(sizes, segments, strict=True))
     return latency, wire / sum(sizes)
-
-
-def _sharers(machine: Machine, placement: GroupPlacement, crossing: float) -> float:
-    """Return the number of ranks of a node whose bytes pass through the same card, counting all groups of the same kind.
-
-    Cards are used evenly. The share `crossing` of the ranks sends to other nodes; in a ring, only the last rank of a node does.
-    """
-    cards = max(1, machine.ranks_per_node // machine.ranks_per_card)
-    using = placement.per_node * placement.alike
-    return max(1.0, using / min(cards, max(1.0, using * crossing)))
 
 
 #: kinds of operations whose sums have a fixed order with shards
@@ -420,7 +413,9 @@ class MessageCosts:
             return self._compressed(kind, n_bytes, compression)
         if self.shards is not None and self.placement.ranks > 1 and kind in _ORDERED:
             return self._ordered(kind, n_bytes, self.shards)
-        wire = self._wire(kind)
+        wire: Wire = "float32"
+        if self.rounding is not None and kind not in (OperationKind.NORMS, OperationKind.INPUTS, OperationKind.ERRORS):
+            wire = self.rounding.parameters if kind is OperationKind.ALLGATHER else self.rounding.gradients
         if wire == "float32" or self.placement.ranks == 1:
             return self._whole(kind, n_bytes)
         elements = n_bytes / self.item_bytes
@@ -444,11 +439,6 @@ class MessageCosts:
         """Return the time of a core to read and write `n_bytes` bytes in total; 0 if the machine has no rate of memory."""
         rate = self.machine.rates.get(OperatorClass.MEMORY)
         return n_bytes / rate.bytes_per_second if rate is not None else 0.0
-
-    def _wire(self, kind: OperationKind) -> Wire:
-        if self.rounding is None or kind in (OperationKind.NORMS, OperationKind.INPUTS, OperationKind.ERRORS):
-            return "float32"
-        return self.rounding.parameters if kind is OperationKind.ALLGATHER else self.rounding.gradients
 
     def _sent(self, n_bytes: float) -> float:
         return 2 * n_bytes / self.item_bytes

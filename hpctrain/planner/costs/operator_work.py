@@ -235,7 +235,11 @@ def work_of(step: PlannedStep, action: Action, memory: StepMemory | None = None)
     else:
         phase, n_bytes = 2, _input_bytes(step, spec, memory)
     share, copied_bytes = operator.winograd_shares[phase], operator.copied_bytes[phase]
-    of_weights = copied_bytes or _weight_bytes(step, spec)
+    inner = spec.inner if isinstance(spec, WithRelu) else spec
+    of_weights = copied_bytes
+    if not copied_bytes and isinstance(inner, Conv2dSpec | LinearSpec):  # at 4 bytes per element or more
+        # The size is that of the spec, because steps contain only the parameters' names.
+        of_weights = math.prod(inner.weight_shape) * max(item_bytes("float32"), operator.inputs[0].item_bytes)
     transposed_bytes = copied_bytes if action is Action.INPUT else 0
     winograd_flops = 0 if share is None else round(flops * share)
     weight_bytes = of_weights - transposed_bytes
@@ -265,16 +269,6 @@ def _requested(step: PlannedStep, memory: StepMemory | None) -> tuple[bool, ...]
     if memory is None:
         return (True,) * len(step.inputs)
     return tuple(region is not None for region in memory.input_grads)
-
-
-def _weight_bytes(step: PlannedStep, spec: Spec | None) -> int:
-    """Return the bytes of the weights of a convolution or linear layer, at 4 bytes per element or more; 0 for other operators.
-
-    The sizes come from the spec, because steps contain only the parameters' names.
-    """
-    inner = spec.inner if isinstance(spec, WithRelu) else spec
-    size = math.prod(inner.weight_shape) if isinstance(inner, Conv2dSpec | LinearSpec) else 0
-    return size * max(item_bytes("float32"), step.operator.inputs[0].item_bytes)
 
 
 def _scale_bytes(step: PlannedStep, spec: Spec | None) -> int:

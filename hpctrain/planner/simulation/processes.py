@@ -171,7 +171,9 @@ class SimulatedProcess:
         while True:
             unseen, self._unseen = self._unseen, []
             for share in sorted(unseen, key=_position):
-                yield from self._see(share)
+                if share.cpu_seconds > 0:  # the core pays for the messages of a stage before the stage is complete
+                    yield from self._pay(share.cpu_seconds, share.begun_seconds)
+                _complete(share, self._flying, self.recorder, self._loop.now)
             queue = next((queue for queue in self.queues if queue.startable), None)
             if queue is not None:
                 yield from self._start_head(queue)
@@ -209,12 +211,6 @@ class SimulatedProcess:
         yield from self.work(seconds)
         if seconds > 0:
             self.recorder.add(Category.UPDATE, parameter, begin, self._loop.now)
-
-    def _see(self, share: MeetingShare) -> Stretch:
-        """Complete a stage that has ended, after charging the core for its messages."""
-        if share.cpu_seconds > 0:
-            yield from self._pay(share.cpu_seconds, share.begun_seconds)
-        _complete(share, self._flying, self.recorder, self._loop.now)
 
     def _pay(self, seconds: float, since: float) -> Stretch:
         """Charge the core for messages sent `since` a time: on arrival while the rank waits, otherwise at the noticing poll."""
