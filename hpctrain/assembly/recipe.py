@@ -7,7 +7,8 @@ the configuration, so ranks must read them alike, inside `raise_on_all_ranks`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -242,8 +243,8 @@ def describe(plan: ParallelPlan) -> str:
     return f"{grid}: {plan.default}{uses}{tiles}"
 
 
-def statistics_scopes(plan: ParallelPlan, graph: Graph, batch: int, micro_batches: int = 1) -> dict[int, tuple[str, ...]]:
-    """Return the names of batch norms by the number of samples over which they take their statistics in training.
+def statistics_words(plan: ParallelPlan, graph: Graph, batch: int, micro_batches: int = 1) -> str:
+    """Return a clause on the number of samples over which batch norms take their statistics in training; empty without any.
 
     Unless statistics are synchronised, these are the samples of a rank, or of a split group if the group shares the layer by its
     channels or images. With unequal shares, the number is the largest one.
@@ -251,21 +252,15 @@ def statistics_scopes(plan: ParallelPlan, graph: Graph, batch: int, micro_batche
     Args:
         graph: model lowered for one sample.
     """
-    scopes: dict[int, tuple[str, ...]] = {}
+    scopes: Counter[int] = Counter()  # layers by number of samples
     for step in partition_graph(graph, plan, (1, *(0,) * (plan.rows - 1))).steps:
         spec = None if step.node is None else step.node.spec
-        if not isinstance(spec, BatchNormSpec) or spec.fixed or step.sharding is None:
-            continue
-        by_samples = step.sharding.writes.kind is LayoutKind.SAMPLES
-        groups = 1 if spec.synchronised else plan.cols * (plan.rows if by_samples else 1)
-        samples = -(-batch // (groups * micro_batches))
-        scopes[samples] = (*scopes.get(samples, ()), step.name)
-    return scopes
-
-
-def statistics_words(scopes: Mapping[int, Sequence[str]]) -> str:
-    """Return a clause on the result of `statistics_scopes`; empty without batch norms."""
-    if len(scopes) <= 1:
-        return "".join(f"batch norm takes its statistics over {counted(samples, 'sample')}" for samples in scopes)
-    parts = (f"{counted(samples, 'sample')} in {counted(len(names), 'layer')}" for samples, names in scopes.items())
-    return f"batch norm takes its statistics over {' and over '.join(parts)}"
+        if isinstance(spec, BatchNormSpec) and not spec.fixed and step.sharding is not None:
+            by_samples = step.sharding.writes.kind is LayoutKind.SAMPLES
+            groups = 1 if spec.synchronised else plan.cols * (plan.rows if by_samples else 1)
+            scopes[-(-batch // (groups * micro_batches))] += 1
+    parts = [
+        counted(samples, "sample") + (f" in {counted(layers, 'layer')}" if len(scopes) > 1 else "")
+        for samples, layers in scopes.items()
+    ]
+    return f"batch norm takes its statistics over {' and over '.join(parts)}" if parts else ""

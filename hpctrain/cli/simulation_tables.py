@@ -9,14 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
-from textwrap import fill
 from typing import Any
 
 from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
 
-from hpctrain.assembly.recipe import statistics_scopes, statistics_words
+from hpctrain.assembly.recipe import statistics_words
 from hpctrain.averaging.averagers import AveragerChoice
 from hpctrain.core.console import PlainConsole, output_console, plain_table
 from hpctrain.core.text import counted, size_text
@@ -167,7 +166,6 @@ def scaling_table(points: Sequence[SimulatedPoint]) -> Table:
     return rows
 
 
-_INDENT = "   "
 _MOST_LISTED = 3  # maximum number of patterns of the same use; --json and written files contain all
 
 
@@ -208,12 +206,15 @@ def print_search(outcome: PlannedSearch, best: int, command: str) -> None:
     out.print("")
     for number, choice in enumerate(choices, 1):
         out.print(f"{number}: {candidate_words(choice.candidate)}.")
-        if choice.why:
-            reason = f"Compared with {number - 1}: {choice.why}."
-            out.print(fill(reason, out.width, initial_indent=_INDENT, subsequent_indent=_INDENT), soft_wrap=True)
+        if not choice.fits:
+            out.print("   It does not fit in the memory of a rank.")
     out.print("")
-    for line in _statistics_lines(outcome, choices[0].candidate):
-        out.print(line)
+    if outcome.why:
+        out.print(f"Choice 1: {outcome.why}.")
+    best_one = choices[0].candidate
+    words = statistics_words(best_one.plan, planned.job.graph_of(1), task.config.batch, best_one.micro_batches)
+    if words and task.config.batch_norm.statistics == "local":
+        out.print(f"With choice 1, {words}.")
     out.print(measured_line(choices[0].prediction.measured_share, task.machine.estimate_note(planned.job.dtype)))
     for line in size_lines(task.machine, task.ranks, choices[0].prediction.memory_bytes):
         out.print(line)
@@ -233,14 +234,6 @@ def _layout_table(layouts: Sequence[NodeLayout]) -> Table:
             figures = (f"{plan.rows} x {plan.cols}", milliseconds(step.seconds), milliseconds(step.exposed_seconds))
         rows.add_row(f"{layout.ranks_per_node}", f"{layout.threads}", f"{layout.task.ranks:,}", *figures)
     return rows
-
-
-def _statistics_lines(outcome: PlannedSearch, candidate: Candidate) -> Iterator[str]:
-    """Yield a sentence on the samples over which local batch normalisation takes statistics, which depend on the choice."""
-    plan, graph = candidate.plan, outcome.planned.job.graph_of(1)
-    words = statistics_words(statistics_scopes(plan, graph, outcome.task.config.batch, candidate.micro_batches))
-    if words and outcome.task.config.batch_norm.statistics == "local":
-        yield f"With choice 1, {words}."
 
 
 def candidate_words(candidate: Candidate) -> str:
@@ -278,6 +271,7 @@ def search_dict(outcome: PlannedSearch, best: int, command: str) -> dict[str, An
         "command": command,
         "layouts": [_layout(layout) for layout in outcome.layouts],
         "layouts_note": outcome.note or None,
+        "why": outcome.why or None,
         "choices": [_choice(choice) for choice in outcome.result.choices[:best]],
     }
 
@@ -303,7 +297,7 @@ def _choice(choice: SearchChoice) -> dict[str, Any]:
         "memory_bytes": prediction.memory_bytes,
         "exchanged_bytes": prediction.exchanged_bytes,
         "measured_share": prediction.measured_share,
-        "loses": choice.why or None,
+        "fits": choice.fits,
     }
 
 

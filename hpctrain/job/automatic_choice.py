@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from hpctrain.assembly.recipe import Recipe, describe, statistics_scopes, statistics_words
+from hpctrain.assembly.recipe import Recipe, describe, statistics_words
 from hpctrain.backend.choice import Backend
 from hpctrain.backend.graph import Graph
 from hpctrain.config.load import flow
@@ -51,7 +51,6 @@ class AutomaticChoice:
     Attributes:
         sections: section ("grid", "plan", "averager") -> its values as plain data, as in a configuration.
         model_digest: hash of the model's layers and parameters.
-        next_best: description of the second-best candidate, including its predicted step time; empty if there was none.
         why: comparison with the default in words ("2.1 times as fast as averaging alone, because ..."); empty if it is unknown.
     """
 
@@ -59,7 +58,6 @@ class AutomaticChoice:
     ranks: int
     model_digest: str
     prediction: PredictedStep
-    next_best: str = ""
     why: str = ""
 
     def to_meta(self) -> dict[str, Any]:
@@ -80,7 +78,8 @@ class AutomaticChoice:
         with errors_as(CheckpointError, lambda why: f"Cannot read the automatic choice in {place} ({why}); {advice}."):
             texts: Mapping[str, str] = meta["sections"]
             sections = {section: yaml.safe_load(texts[section]) for section in OPEN_SECTIONS if section in texts}
-            return cls(**{**meta, "sections": sections, "prediction": PredictedStep(**meta["prediction"])})
+            others = {key: value for key, value in meta.items() if key != "next_best"}  # which earlier versions stored
+            return cls(**{**others, "sections": sections, "prediction": PredictedStep(**meta["prediction"])})
 
     def applied(self, config: Config) -> Config:
         """Return the configuration with the chosen values in the open sections."""
@@ -123,10 +122,10 @@ class AutomaticChoice:
         clauses = [
             f"{', '.join(self.sections)} auto: {chosen_words(plan, config.averager.name, config.averager.options)}",
             f"predicted {self.prediction.seconds:.3g} s per step",
-            self.why or (self.next_best and f"next best {self.next_best}"),
+            self.why,
         ]
         if plan.rows > 1 and config.batch_norm.statistics == "local":
-            clauses.append(statistics_words(statistics_scopes(plan, graph, config.batch, config.micro_batches)))
+            clauses.append(statistics_words(plan, graph, config.batch, config.micro_batches))
         return "; ".join(filter(None, clauses))
 
 

@@ -52,7 +52,9 @@ def choose_again(config: Config, started: StartedJob, resume: str | None, librar
     hosts, watch = (library, *world.allgather_object(platform.node())), TimeBudget()
     key, kept, links, line = started.on_root(lambda: _kept(file, config, started, backend, hosts))
     progress = ProgressEngine(rank=world.rank, deadline_seconds=started.deadline_seconds, abort=world.abort)
-    if kept is not None and alike(check_links(world, progress), links):
+    if kept is not None and all(
+        abs(now - before) <= _ALIKE * before for now, before in zip(check_links(world, progress), links, strict=False)
+    ):
         return Resolved(Recipe.of(kept.applied(config)), kept, None, (line,), backend)
     resolved = choose(config, started, None, backend)
     crowded = oversubscribed(world.split_shared_memory("ranks of a node"), world, started.threads)
@@ -61,12 +63,6 @@ def choose_again(config: Config, started: StartedJob, resume: str | None, librar
         if world.rank == 0 and resolved.choice is not None:
             _keep(file, key, {"links": links, "choice": resolved.choice.to_meta()})
     return resolved
-
-
-def alike(seconds: Sequence[float], earlier: Sequence[float]) -> bool:
-    """Return whether messages take as long as at an earlier start."""
-    pairs = zip(seconds, earlier, strict=False)
-    return len(seconds) == len(earlier) and all(abs(now - before) <= _ALIKE * before for now, before in pairs)
 
 
 def _kept(

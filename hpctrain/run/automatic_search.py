@@ -26,7 +26,6 @@ from hpctrain.job.automatic_choice import (
     AutomaticChoice,
     PredictedStep,
     Resolved,
-    chosen_words,
     model_digest,
     predicted_step_of,
 )
@@ -43,7 +42,7 @@ from hpctrain.planner.measure.measurement import measured, measured_times
 from hpctrain.planner.planned_run import PlannedRun, job_of, prepare
 from hpctrain.planner.search.advantage import advantage
 from hpctrain.planner.search.configured_search import with_candidate
-from hpctrain.planner.search.search import SearchChoice, search
+from hpctrain.planner.search.search import search
 from hpctrain.planner.search.search_space import SearchSpace, configured_space, kept_sections, open_grid
 from hpctrain.run.images import open_alike
 from hpctrain.run.resume import find_checkpoint
@@ -59,14 +58,12 @@ class BestCandidate:
     """Fastest grid, plan and averager that a search has found.
 
     Attributes:
-        next_best: description of the second-best candidate with its step time; "" if there was only one.
         machine: machine that was measured for the search; None if it was read from a file.
         backend: backend of this rank, for which `Automatic` searched; None in other searches.
     """
 
     candidate: Candidate
     prediction: PredictedStep
-    next_best: str
     machine: Machine | None = None
     why: str = ""
     backend: Backend | None = field(default=None, compare=False)
@@ -97,29 +94,13 @@ def find(started: StartedJob, job: Job, space: SearchSpace, machine: str | None)
     costs: ComputeCosts = rates
     if timed is not None and timed.uses:
         costs, space = MeasuredCosts(timed.times, rates), replace(space, uses=timed.uses)
-    return started.on_root(lambda: best(job, used, costs, started.world.size, space, kept))
 
+    def best() -> BestCandidate:
+        result = search(job, used, costs, started.world.size, space)
+        predicted = predicted_step_of(result.best.prediction, used)
+        return BestCandidate(result.best.candidate, predicted, kept, advantage(job, result, used))
 
-def best(
-    job: Job, machine: Machine, costs: ComputeCosts, ranks: int, space: SearchSpace, kept: Machine | None = None
-) -> BestCandidate:
-    """Return the candidate with the shortest predicted step, without measurements or communication.
-
-    Args:
-        kept: machine to store in the result; None if it was not measured.
-
-    Raises:
-        ConfigError: no plan fits the job.
-    """
-    result = search(job, machine, costs, ranks, space)
-    first, *others = result.choices
-    predicted = predicted_step_of(first.prediction, machine)
-    return BestCandidate(first.candidate, predicted, _words(others[0]) if others else "", kept, advantage(job, result, machine))
-
-
-def _words(choice: SearchChoice) -> str:
-    one = choice.candidate
-    return f"{chosen_words(one.plan, one.averager.name, one.averager.options)}: {choice.prediction.step.seconds:.3g} s"
+    return started.on_root(best)
 
 
 #: name, or mapping of "name" and options, as in a configuration
@@ -216,7 +197,9 @@ def choose(config: Config, started: StartedJob, resume: str | None, backend: Bac
     task = raise_on_all_ranks(world, lambda: with_default_plan(config, world.size, backend))
     space = configured_space(config, world.size, kept_sections(config), task.job.kernels)
     outcome = find(started, task.job, space, config.machine)
-    choice = _choice(config, world.size, task, outcome)
+    values = with_candidate(config, outcome.candidate).model_dump(mode="json")
+    chosen = {section: values[section] for section in config.automatic}
+    choice = AutomaticChoice(chosen, world.size, model_digest(task), outcome.prediction, outcome.why)
     resolved = choice.applied(config)
     return Resolved(Recipe.of(resolved), choice, outcome.machine, (*lines, choice.line(resolved, task.job.graph_of(1))), backend)
 
@@ -239,14 +222,14 @@ def _check_same_images(config: Config, world: Communicator) -> None:
 def _stored(
     config: Config, ranks: int, source: tuple[Path, CheckpointContent] | None, backend: Backend | None
 ) -> tuple[AutomaticChoice | None, tuple[str, ...]]:
-    """Return (choice of an earlier run, lines for the log).
+    """Return (choice in the checkpoint from which the run resumes, lines for the log).
 
     The choice is None if there is none or if it does not apply; in the latter case, a line states the reason.
     """
-    stored = _of_checkpoint(source)
-    if stored is None:
+    if source is None or CHOICE_META not in source[1].meta:
         return None, ()
-    choice, place = stored
+    place = str(source[0])
+    choice = AutomaticChoice.from_meta(source[1].meta[CHOICE_META], place)
     open_sections = " and ".join(config.automatic)
     if choice.ranks != ranks:
         return None, (f"{ranks} ranks instead of {choice.ranks}: choosing {open_sections} again",)
@@ -255,20 +238,6 @@ def _stored(
     task = with_default_plan(config, ranks, backend)
     choice.check_fits(task, place)
     return choice, (f"{choice.line(choice.applied(config), task.job.graph_of(1))}; kept from {place}",)
-
-
-def _of_checkpoint(source: tuple[Path, CheckpointContent] | None) -> tuple[AutomaticChoice, str] | None:
-    """Return the choice in the checkpoint from which the run resumes, and the checkpoint's path; None if there is none."""
-    if source is None or CHOICE_META not in source[1].meta:
-        return None
-    place, meta = str(source[0]), source[1].meta[CHOICE_META]
-    return AutomaticChoice.from_meta(meta, place), place
-
-
-def _choice(config: Config, ranks: int, task: PlannedRun, outcome: BestCandidate) -> AutomaticChoice:
-    chosen = with_candidate(config, outcome.candidate).model_dump(mode="json")
-    sections = {section: chosen[section] for section in config.automatic}
-    return AutomaticChoice(sections, ranks, model_digest(task), outcome.prediction, outcome.next_best, outcome.why)
 
 
 def with_default_plan(config: Config, ranks: int, backend: Backend | None = None) -> PlannedRun:

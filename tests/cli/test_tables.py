@@ -218,13 +218,11 @@ def outcome(*overrides: str) -> PlannedSearch:
         Candidate(ParallelPlan(1, 4)),
     )
     choices = [
-        SearchChoice(candidate, predictions.prediction(12.5 + number, 0.25, memory_bytes=2 * 10**12), why, True)
-        for number, (candidate, why) in enumerate(
-            zip(candidates, ("", "1 s longer: 1 s more exposed, most of it in fc"), strict=True)
-        )
+        SearchChoice(candidate, predictions.prediction(12.5 + number, 0.25, memory_bytes=2 * 10**12), fits=not number)
+        for number, candidate in enumerate(candidates)
     ]
     asked = task(*overrides)
-    return PlannedSearch(asked, on_any_grid(asked), SearchResult(tuple(choices), 7))
+    return PlannedSearch(asked, on_any_grid(asked), SearchResult(tuple(choices), 7), "3.1 times as fast")
 
 
 def test_all_lines_fit_but_the_command(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,7 +233,8 @@ def test_all_lines_fit_but_the_command(capsys: pytest.CaptureFixture, monkeypatc
     assert lines[-1] == f"  {command}"
     assert max(map(len, lines[:-1])) <= 80
     assert lines[0].startswith("Simulated: small on 4 ranks")
-    assert any(line.startswith("   Compared with 1: 1 s longer") for line in lines)
+    assert lines.count("   It does not fit in the memory of a rank.") == 1
+    assert "Choice 1: 3.1 times as fast." in lines
     assert not any(line.startswith("Batch norm") for line in lines)  # its statistics are synchronised
     assert any("A rank needs up to 2 TB" in line for line in lines)
 

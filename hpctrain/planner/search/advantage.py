@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
 
 from hpctrain.assembly.recipe import describe
 from hpctrain.averaging.reduce_scatter_strategy import ReduceScatterStrategy
@@ -12,7 +11,7 @@ from hpctrain.core.text import size_text
 from hpctrain.planner.costs.machine import Machine
 from hpctrain.planner.job import Candidate, Job
 from hpctrain.planner.program.group_schedules import group_strategies
-from hpctrain.planner.search.search import EQUAL_SHARE, UNCERTAIN_SHARE, SearchChoice, SearchResult, gibibytes, short_seconds
+from hpctrain.planner.search.search import EQUAL_SHARE, UNCERTAIN_SHARE, SearchResult, gibibytes, short_seconds
 
 _TIMES_RATIO = 1.25  # smallest ratio that is stated as "... times as fast"
 _MOST_OF_IT = 0.8  # share of the saved bytes that the named parts of the network have together
@@ -28,7 +27,13 @@ def advantage(job: Job, result: SearchResult, machine: Machine) -> str:
     if default is None or len(result.choices) == 1:
         return ""
     if taken is default:
-        return _no_advantage(result, default)
+        fastest = min((choice for choice in result.choices if choice.fits), key=lambda choice: choice.seconds)
+        gain = default.seconds / fastest.seconds - 1
+        words = f"no choice is predicted to be {UNCERTAIN_SHARE:.0%} faster than the default"
+        if gain < EQUAL_SHARE:
+            return words
+        one = fastest.candidate
+        return f"{words}; the fastest is {describe(one.plan)} with averager {one.averager.name}, {gain:.1%} faster"
     usual = "averaging alone" if taken.candidate.plan.rows > 1 else f"averager {default.candidate.averager.name}"
     if not default.fits:
         return f"{usual} does not fit in memory: it needs {gibibytes(default.prediction.memory_bytes)} per rank"
@@ -39,55 +44,37 @@ def advantage(job: Job, result: SearchResult, machine: Machine) -> str:
     if 2 * less_exposed < gain:
         cause = f"a step computes {short_seconds(gain - less_exposed)} less"
     else:
-        averaged = [_averaged_bytes(job, one.candidate, machine.ranks_per_node) for one in (default, taken)]
-        cause = _staying(*averaged) or f"a step waits {short_seconds(less_exposed)} less for messages"
+        averaged, exchanged = _averaged_bytes(job, default.candidate, machine.ranks_per_node)
+        averaged_then, _ = _averaged_bytes(job, taken.candidate, machine.ranks_per_node)
+        cause = _staying(averaged - averaged_then, exchanged) or f"a step waits {short_seconds(less_exposed)} less for messages"
     return f"{words} {usual}, because {cause}"
 
 
-def _no_advantage(result: SearchResult, default: SearchChoice) -> str:
-    fastest = min((choice for choice in result.choices if choice.fits), key=lambda choice: choice.prediction.step.seconds)
-    gain = default.prediction.step.seconds / fastest.prediction.step.seconds - 1
-    words = f"no choice is predicted to be {UNCERTAIN_SHARE:.0%} faster than the default"
-    if gain < EQUAL_SHARE:
-        return words
-    one = fastest.candidate
-    return f"{words}; the fastest is {describe(one.plan)} with averager {one.averager.name}, {gain:.1%} faster"
+def _averaged_bytes(job: Job, candidate: Candidate, ranks_per_node: int) -> tuple[Counter[str], Counter[str]]:
+    """Return the bytes of parameters that a rank averages with other ranks, by the first part of the parameters' names.
 
-
-@dataclass(frozen=True)
-class _Averaged:
-    """Bytes of parameters that a rank averages with other ranks, by the first part of the parameters' names.
-
-    Attributes:
-        exchanged: those whose gradients follow from exchanged inputs and errors, so that only the updated weights travel.
+    The second number counts only parameters whose gradients follow from exchanged inputs and errors, so that only weights travel.
     """
-
-    n_bytes: Counter[str]
-    exchanged: Counter[str]
-
-
-def _averaged_bytes(job: Job, candidate: Candidate, ranks_per_node: int) -> _Averaged:
-    averaged = _Averaged(Counter(), Counter())
+    averaged, exchanged = Counter[str](), Counter[str]()
     for group in group_strategies(job, candidate, ranks_per_node):
         if 0 not in group.split_ranks or group.planned.ranks == 1:
             continue
         exchanging = group.strategy.exchanging if isinstance(group.strategy, ReduceScatterStrategy) else {}
         for segment in group.planned.layout.segments:
             part, n_bytes = segment.parameter.partition(".")[0], segment.size * item_bytes(parameter_dtype(job.dtype))
-            averaged.n_bytes[part] += n_bytes
-            averaged.exchanged[part] += n_bytes * (segment.parameter in exchanging)
-    return averaged
+            averaged[part] += n_bytes
+            exchanged[part] += n_bytes * (segment.parameter in exchanging)
+    return averaged, exchanged
 
 
-def _staying(before: _Averaged, after: _Averaged) -> str:
+def _staying(saved: Counter[str], exchanged: Counter[str]) -> str:
     """Return a clause with the bytes that need not travel, and the parts of the network with most of them; empty if none."""
-    saved = Counter({part: n_bytes - after.n_bytes[part] for part, n_bytes in before.n_bytes.items()})
-    total, named = sum((+saved).values()), list[str]()
+    named = list[str]()
     for part, _ in saved.most_common():
-        if sum(saved[one] for one in named) >= _MOST_OF_IT * total:
+        if sum(saved[one] for one in named) >= _MOST_OF_IT * saved.total():
             break
         named.append(part)
     n_bytes = sum(saved[part] for part in named)
-    what = "weights" if 2 * sum(before.exchanged[part] for part in named) > n_bytes else "gradients"
+    what = "weights" if 2 * sum(exchanged[part] for part in named) > n_bytes else "gradients"
     names = " and ".join(part for part in saved if part in named)  # in the order of the network
     return f"{size_text(n_bytes)} of {names}'s {what} need not travel" if named else ""

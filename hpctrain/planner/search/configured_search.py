@@ -97,19 +97,21 @@ class PlannedSearch:
         planned: the job on an arbitrary possible grid.
         layouts: numbers of ranks per node that were compared, that of the machine's file first, or the only one that was
             requested; empty if several were to be compared but could not be.
+        why: comparison of the choice with the default, see `advantage`.
         note: sentence about the choice of ranks per node, or the reason why they were not compared; empty if one was requested.
     """
 
     task: SearchTask
     planned: PlannedRun
     result: SearchResult
+    why: str = ""
     layouts: tuple[NodeLayout, ...] = ()
     note: str = ""
 
     @property
     def seconds(self) -> float:
         """Step time of the best candidate."""
-        return self.result.best.prediction.step.seconds
+        return self.result.best.seconds
 
 
 @dataclass(frozen=True)
@@ -163,7 +165,7 @@ def run_search(task: SearchTask) -> PlannedSearch:
     machine = task.machine.scaled(**task.factors)
     space = configured_space(task.config, task.ranks, task.keep, planned.job.kernels)
     result = search(planned.job, machine, costs, task.ranks, space)
-    return PlannedSearch(task, planned, result)
+    return PlannedSearch(task, planned, result, advantage(planned.job, result, machine))
 
 
 _MOST_LAYOUTS = 5  # each costs a search
@@ -274,11 +276,6 @@ def _best_layout(present: NodeLayout, searched: Sequence[NodeLayout]) -> tuple[P
     return present.outcome, f"The best choice is {present}, as many ranks as in the machine's file: {error}.{mixed}"
 
 
-def with_best(task: SearchTask) -> Config:
-    """Return the configuration with its open sections (auto) filled in by `run_search`; unchanged if it has none."""
-    return with_candidate(task.config, run_search(task).result.best.candidate) if task.config.automatic else task.config
-
-
 def resolved(
     config: Config, ranks: int | None, machine: str | None, image: ImageShape | None, classes: int | None
 ) -> tuple[Config, str]:
@@ -304,8 +301,8 @@ def resolved(
         )
     keep = kept_sections(config)
     outcome = run_search(SearchTask(config, ranks, machine_file.read(name), keep=keep, image=image, classes=classes))
-    why = advantage(outcome.planned.job, outcome.result, outcome.task.machine)
-    line = f"{', '.join(config.automatic)} auto: predicted {outcome.seconds:.3g} s per step{why and f'; {why}'}"
+    clauses = f"{', '.join(config.automatic)} auto: predicted {outcome.seconds:.3g} s per step", outcome.why
+    line = "; ".join(filter(None, clauses))
     return with_candidate(config, outcome.result.best.candidate), line
 
 
@@ -391,8 +388,11 @@ class SimulatedStudy:
         """Yield the label and the plan of each job."""
         for label in self.configs:
             for ranks in self.ranks:
-                search = self.search_task(label, ranks)
-                yield label, prepare(with_best(search), ranks, self.image, self.classes)
+                task = self.search_task(label, ranks)
+                config = task.config
+                if config.automatic:
+                    config = with_candidate(config, run_search(task).result.best.candidate)
+                yield label, prepare(config, ranks, self.image, self.classes)
 
     def search_task(self, label: str, ranks: int) -> SearchTask:
         """Return the search for the sections that the configuration of a label leaves open (auto), on `ranks` ranks."""

@@ -22,7 +22,7 @@ from hpctrain.planner.costs.compute_costs import ComputeCosts
 from hpctrain.planner.costs.machine import Machine
 from hpctrain.planner.job import Candidate, Job
 from hpctrain.planner.search.averaging_costs import AveragingCosts
-from hpctrain.planner.search.layer_costs import SegmentCost, SegmentCosts, layout_key, segments
+from hpctrain.planner.search.layer_costs import SegmentCost, SegmentCosts, kept_bytes, layout_key, segments
 from hpctrain.planner.search.search_space import SearchSpace
 from hpctrain.planner.search.shortest_path import Costs, Edge, ShortestPath, lower_bound, shortest_paths
 
@@ -150,22 +150,18 @@ class GridEstimates:
             incumbent_seconds: step time of a known candidate; uses with a bound far above it are omitted.
         """
         limit = self._machine.memory_bytes
+
+        def order(path: ShortestPath[SegmentUse]) -> tuple[bool, float]:
+            too_large = len(path.costs) == 3 and path.costs[2] > limit
+            return too_large, choice.costs.step_seconds(*path.costs[:2])
+
         for with_memory in (False, True):
-            paths = self._paths(choice, incumbent_seconds, with_memory=with_memory)
-            estimates = [self.of_uses(choice, path.choices) for path in self._promising(choice, paths)]
+            paths = sorted(self._paths(choice, incumbent_seconds, with_memory=with_memory), key=order)
+            estimates = [self.of_uses(choice, path.choices) for path in paths[:_ALTERNATIVES]]
             fitting = [estimate for estimate in estimates if estimate.memory_bytes <= limit]
             if len(fitting) == len(estimates):  # a plan with less memory would not be faster
                 break
         return sorted(fitting, key=lambda estimate: estimate.seconds)[:_ALTERNATIVES]
-
-    def _promising(self, choice: AveragerChoice, paths: Sequence[ShortestPath[SegmentUse]]) -> Sequence[ShortestPath[SegmentUse]]:
-        """Return the few fastest paths; paths that are known not to fit in memory come last."""
-
-        def seconds(path: ShortestPath[SegmentUse]) -> tuple[bool, float]:
-            too_large = len(path.costs) == 3 and path.costs[2] > self._machine.memory_bytes
-            return too_large, choice.costs.step_seconds(*path.costs[:2])
-
-        return sorted(paths, key=seconds)[:_ALTERNATIVES]
 
     def leanest(self, choice: AveragerChoice) -> Estimate:
         """Return the estimate of the uses that need the least memory."""
@@ -263,13 +259,7 @@ def unsplit_plan(space: SearchSpace, shape: tuple[int, int]) -> ParallelPlan:
     return replace(space.fixed_plan, rows=rows, cols=cols)
 
 
-def memory_factor(job: Job, machine: Machine, costs: ComputeCosts, ranks: int) -> float:
+def memory_factor(job: Job, ranks: int) -> float:
     """Return the bytes of the arena per byte of activations kept for backward, for pure data parallelism on `ranks` ranks."""
-    samples = -(-job.batch // ranks)
-    graph = job.graph_of(samples)
-    prices = SegmentCosts(replace(job, batch=samples), machine, costs, ParallelPlan(1, 1))
-    layout, activation_bytes = None, 0
-    for segment in segments(graph):
-        cost = prices.cost(segment, layout, lambda name: Parallelism.BATCH)
-        layout, activation_bytes = cost.output, activation_bytes + cost.memory_bytes
-    return training_plan(whole_graph(graph), job.kernels).arena_bytes / max(1, activation_bytes)
+    plan = training_plan(whole_graph(job.graph_of(-(-job.batch // ranks))), job.kernels)
+    return plan.arena_bytes / max(1, kept_bytes(plan.steps))

@@ -78,6 +78,15 @@ def _pieces(graph: Graph) -> Iterator[NetworkSegment]:
         reach = max(reach, last_reader.get(node.output, len(graph.nodes)))
 
 
+def kept_bytes(steps: Sequence[PlannedStep]) -> int:
+    """Return the bytes of activations that backward needs."""
+    total = 0
+    for step in steps:
+        kept = not (step.is_view or step.in_place or step.recomputes_output)
+        total += step.operator.saved_bytes + (step.operator.output.bytes if kept else 0)
+    return total
+
+
 @dataclass(frozen=True)
 class SegmentCost:
     """Cost of a segment for one rank in one step.
@@ -147,11 +156,7 @@ class SegmentCosts:
             if steps.passes_back(position):
                 seconds += self._costs.seconds(step, Action.INPUT)
         whole, split = self._parameters(lowering)
-        memory = 0
-        for step in steps.steps:
-            kept = not (step.is_view or step.in_place or step.recomputes_output)
-            memory += step.operator.saved_bytes + (step.operator.output.bytes if kept else 0)
-        return SegmentCost(seconds * self._micro_batches, memory, whole, split, lowering.output)
+        return SegmentCost(seconds * self._micro_batches, kept_bytes(steps.steps), whole, split, lowering.output)
 
     def _move(self, step: PlannedStep, steps: Steps, position: int, hides: float) -> float:
         """Return the seconds of a move and its adjoint: packing and waits. `hides` seconds overlap the backward exchange."""

@@ -2,8 +2,7 @@
 
 The search computes lower bounds of all candidates (see `estimates`). It simulates the default and the best few candidates, the
 fastest plan with other averagers, and the fastest averager with plans that are nearly as fast. Combinations whose bounds leave
-nothing to gain are left out. All simulated candidates are ranked by their step times. Each result states why it is slower than
-the previous one.
+nothing to gain are left out. All simulated candidates are ranked by their step times.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from __future__ import annotations
 import gc
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -25,29 +24,11 @@ from hpctrain.planner.program.step_program import predict
 from hpctrain.planner.search.estimates import Estimate, GridEstimates, memory_factor, unsplit_plan
 from hpctrain.planner.search.search_space import SearchSpace, grid_shapes
 from hpctrain.planner.simulation.tasks import Prediction, SimulationOptions
-from hpctrain.trace.time_table import TimeTable
 
 #: predictions that differ by a smaller share count as equal
 EQUAL_SHARE = 0.005
 #: possible error of predictions of different choices relative to each other, as a share of a step
 UNCERTAIN_SHARE = 0.05
-
-
-def reason(better: Prediction, worse: Prediction, machine: Machine) -> str:
-    """Return the main reason why `worse` takes longer than `better`, or does not fit in a rank's memory."""
-    if worse.memory_bytes > machine.memory_bytes:
-        return f"does not fit: needs {gibibytes(worse.memory_bytes)} of {gibibytes(machine.memory_bytes)}"
-    longer = worse.step.seconds - better.step.seconds
-    if longer < -EQUAL_SHARE * better.step.seconds:
-        return f"{short_seconds(-longer)} shorter, within the error of predictions"
-    if longer <= EQUAL_SHARE * better.step.seconds:
-        return "as fast, within the accuracy of predictions"
-    waits = _rise(_exposed(better.step.table), _exposed(worse.step.table))
-    work = _rise(_compute(better.step.table), _compute(worse.step.table))
-    most_waits, most_work = (max(rises.items(), key=lambda item: item[1], default=("", 0.0)) for rises in (waits, work))
-    if sum(waits.values()) >= sum(work.values()):
-        return f"{short_seconds(longer)} longer: {short_seconds(sum(waits.values()))} more exposed, most of it in {most_waits[0]}"
-    return f"{short_seconds(longer)} longer: {short_seconds(sum(work.values()))} more computed, most of it in {most_work[0]}"
 
 
 def short_seconds(value: float) -> str:
@@ -60,21 +41,6 @@ def gibibytes(n_bytes: float) -> str:
     return f"{n_bytes / (1 << 30):.3g} GiB"
 
 
-def _exposed(table: TimeTable) -> dict[str, float]:
-    return {row.name: row.exposed_seconds for row in table.rows}
-
-
-def _compute(table: TimeTable) -> dict[str, float]:
-    by_row = {row.name: row.compute_seconds + row.messages_seconds for row in table.rows}
-    return {**by_row, "the rest of the step": table.left_over_seconds}
-
-
-def _rise(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, float]:
-    """Return the increase of each value from before to after; a decrease is negative."""
-    return {name: after.get(name, 0.0) - before.get(name, 0.0) for name in {**before, **after}}
-
-
-Result = tuple[Candidate, Prediction]
 Predict = Callable[[Job, Candidate, Machine, ComputeCosts, SimulationOptions], Prediction]
 
 # Number of additional candidates to simulate if nothing fits, smallest memory first.
@@ -97,14 +63,17 @@ class SearchChoice:
 
     Attributes:
         prediction: result of the simulation.
-        why: sentence with the reason why this candidate is slower than the previous one; empty for the best.
         fits: whether the candidate fits in a rank's memory.
     """
 
     candidate: Candidate
     prediction: Prediction
-    why: str
     fits: bool
+
+    @property
+    def seconds(self) -> float:
+        """Predicted step time."""
+        return self.prediction.step.seconds
 
 
 @dataclass(frozen=True)
@@ -164,15 +133,16 @@ def search(
     bounds = _Bounds(job, machine, costs, ranks, space)
     estimates = bounds.estimates()
 
-    results: list[Result] = []
+    results: list[SearchChoice] = []
     refusals: list[HpctrainError] = []
 
     def simulate(candidates: Iterable[Candidate]) -> None:
         for one in candidates:
-            if any(one == known for known, _ in results):
+            if any(one == known.candidate for known in results):
                 continue
             try:
-                results.append((one, predicted_by(job, one, machine, costs, space.options)))
+                prediction = predicted_by(job, one, machine, costs, space.options)
+                results.append(SearchChoice(one, prediction, prediction.memory_bytes <= machine.memory_bytes))
             except HpctrainError as error:  # of this candidate: its averager does not fit split layers, or a block has no kernel
                 refusals.append(error)
 
@@ -182,14 +152,14 @@ def search(
     if picks and not results:
         simulate(bounds.with_averagers(picks[0], math.inf, math.inf))
     if results:
-        first, prediction = _fastest(results, machine)
-        simulate(bounds.with_averagers(first, prediction.step.seconds, prediction.step.seconds))
-        simulate(_near(results, first, default, bounds, machine))
-    if not any(prediction.memory_bytes <= machine.memory_bytes for _, prediction in results):
+        first = _fastest(results)
+        simulate(bounds.with_averagers(first.candidate, first.seconds, first.seconds))
+        simulate(_near(results, first.candidate, default, bounds))
+    if not any(one.fits for one in results):
         simulate(bounds.leanest())
     if not results:
         raise refusals[0]
-    choices = _ranked(results, machine, default)
+    choices = _ranked(results, default)
     if not choices[0].fits:
         raise _fits_nowhere(job, machine, ranks, choices)
     return SearchResult(choices, bounds.count, next((choice for choice in choices if choice.candidate == default), None))
@@ -201,7 +171,7 @@ class _Bounds:
     def __init__(self, job: Job, machine: Machine, costs: ComputeCosts, ranks: int, space: SearchSpace) -> None:
         self._job, self._machine, self._costs, self._space = job, machine, costs, space
         self._shapes = grid_shapes(space, job.graph_of(1), ranks, job.batch)
-        self._factor = memory_factor(job, machine, costs, ranks)
+        self._factor = memory_factor(job, ranks)
         self._grids: dict[tuple[tuple[int, int], int], GridEstimates] = {}
         self.count = 0
 
@@ -226,13 +196,17 @@ class _Bounds:
             found = self._shape_estimates(shape, first, estimates)
             estimates += found
             best += sorted(found, key=lambda one: one.seconds)[:1]
-            if self._shapes[0][0] == 1 and _is_past_the_best(best):
+            last = [one.seconds for one in best[-3:]]
+            slower = len(last) == 3 and last[0] < last[1] < last[2]
+            if self._shapes[0][0] == 1 and (slower or (len(best) > 1 and _is_pure_batch(best[-1].candidate))):
                 break
         for micro_batches in more:
             best_plan = min(estimates, key=lambda one: one.seconds).candidate.plan if estimates else None
             for shape in self._shapes if best_plan is None else ((best_plan.rows, best_plan.cols),):
                 estimates += self._shape_estimates(shape, micro_batches, estimates)
-        return sorted(_distinct(estimates), key=lambda one: one.seconds)
+        if any(one.candidate.plan.rows == 1 for one in estimates):  # pure data parallelism on other grids is the same
+            estimates = [one for one in estimates if one.candidate.plan.rows == 1 or not _is_pure_batch(one.candidate)]
+        return sorted(estimates, key=lambda one: one.seconds)
 
     def _shape_estimates(self, shape: tuple[int, int], micro_batches: int, known: Iterable[Estimate]) -> list[Estimate]:
         best: dict[str, float] = {}
@@ -256,8 +230,11 @@ class _Bounds:
         own, *others = self.averaged(candidate, choices)
         exact = _EXACT * own_seconds <= own.seconds <= own_seconds
         limit = (_EXACT if exact else _HOPELESS) * seconds
-        better = [one for one in _distinct([own, *others]) if one.seconds < limit]
-        return [replace(candidate, averager=one.candidate.averager) for one in better if one is not own]
+        distinct: dict[tuple[str, float], Estimate] = {}  # an averager whose other options do not change the bound counts once
+        for one in (own, *others):
+            distinct.setdefault((one.candidate.averager.name, one.seconds), one)
+        better = [one for one in distinct.values() if one is not own and one.seconds < limit]
+        return [replace(candidate, averager=one.candidate.averager) for one in better]
 
     def leanest(self) -> list[Candidate]:
         """Return a few candidates that need the least memory, in ascending order of memory."""
@@ -298,60 +275,32 @@ def _picks(estimates: list[Estimate], default: Candidate | None, most: int) -> l
     return [*wanted, *(candidate for _, _, candidate in sorted(turns, key=lambda turn: turn[:2])[:most])]
 
 
-def _fastest(results: Iterable[Result], machine: Machine) -> Result:
-    return min(results, key=lambda result: (result[1].memory_bytes > machine.memory_bytes, result[1].step.seconds))
+def _fastest(results: Iterable[SearchChoice]) -> SearchChoice:
+    return min(results, key=lambda one: (not one.fits, one.seconds))
 
 
-def _near(
-    results: list[Result], first: Candidate, default: Candidate | None, bounds: _Bounds, machine: Machine
-) -> list[Candidate]:
+def _near(results: list[SearchChoice], first: Candidate, default: Candidate | None, bounds: _Bounds) -> list[Candidate]:
     """Return candidates that combine other plans than that of `first` with averagers.
 
     Nearly as fast plans are combined with the fastest averager, and with the second one if bounds say little. Pure data
     parallelism is combined with each averager.
     """
-    best, prediction = _fastest(results, machine)
-    of_plan = [result for result in results if replace(result[0], averager=best.averager) == best]
-    of_plan.sort(key=lambda result: result[1].step.seconds)
-    tried = 2 if bounds.averaged(best, [best.averager])[0].seconds < _LOOSE * prediction.step.seconds else 1
-    averagers = [one.averager for one, _ in of_plan[:tried]]
+    fastest = _fastest(results)
+    best = fastest.candidate
+    of_plan = [one for one in results if replace(one.candidate, averager=best.averager) == best]
+    of_plan.sort(key=lambda one: one.seconds)
+    tried = 2 if bounds.averaged(best, [best.averager])[0].seconds < _LOOSE * fastest.seconds else 1
+    averagers = [one.candidate.averager for one in of_plan[:tried]]
     wanted: list[Candidate] = []
-    for candidate, other in results:
-        longer = other.step.seconds / prediction.step.seconds
+    for other in results:
+        candidate, longer = other.candidate, other.seconds / fastest.seconds
         if replace(candidate, averager=first.averager) == first:
             continue
         if candidate == default and longer <= _NEAR_DEFAULT:
-            wanted += bounds.with_averagers(candidate, other.step.seconds, prediction.step.seconds)
+            wanted += bounds.with_averagers(candidate, other.seconds, fastest.seconds)
         elif longer <= _NEAR_PLAN:
             wanted += [replace(candidate, averager=averager) for averager in averagers]
     return wanted
-
-
-def _is_past_the_best(of_grids: list[Estimate]) -> bool:
-    """Return whether larger split groups are not expected to be faster than these best estimates of each grid so far."""
-    if len(of_grids) > 1 and _is_pure_batch(of_grids[-1].candidate):
-        return True
-    last = [one.seconds for one in of_grids[-3:]]
-    return len(last) == 3 and last[0] < last[1] < last[2]
-
-
-def _distinct(estimates: Iterable[Estimate]) -> list[Estimate]:
-    """Return the estimates without duplicates.
-
-    Pure data parallelism on a grid that splits layers is a duplicate if a grid without split groups was estimated. Candidates
-    that differ only in the options of their averager are duplicates if their bounds are equal.
-    """
-    estimates = list(estimates)
-    with_one = any(one.candidate.plan.rows == 1 for one in estimates)
-    distinct: list[Estimate] = []
-    known: list[tuple[Candidate, float]] = []
-    for one in estimates:
-        named = replace(one.candidate, averager=AveragerChoice(one.candidate.averager.name))
-        repeated = any(named == other and math.isclose(one.seconds, seconds, rel_tol=1e-12) for other, seconds in known)
-        if not repeated and not (with_one and one.candidate.plan.rows > 1 and _is_pure_batch(one.candidate)):
-            distinct.append(one)
-            known.append((named, one.seconds))
-    return distinct
 
 
 def _is_pure_batch(candidate: Candidate) -> bool:
@@ -359,24 +308,16 @@ def _is_pure_batch(candidate: Candidate) -> bool:
     return plan.rows == 1 or {plan.default, *plan.use.values()} == {Parallelism.BATCH}
 
 
-def _ranked(results: Iterable[Result], machine: Machine, default: Candidate | None) -> tuple[SearchChoice, ...]:
-    def order(result: Result) -> tuple[bool, float]:
-        fits = result[1].memory_bytes <= machine.memory_bytes
-        return not fits, result[1].step.seconds if fits else float(result[1].memory_bytes)
-
-    in_order = sorted(results, key=order)
-    fitting = [result for result in in_order if result[1].memory_bytes <= machine.memory_bytes]
+def _ranked(results: Iterable[SearchChoice], default: Candidate | None) -> tuple[SearchChoice, ...]:
+    in_order = sorted(results, key=lambda one: (not one.fits, one.seconds if one.fits else one.prediction.memory_bytes))
+    fitting = [one for one in in_order if one.fits]
     if fitting:
         first = _taken(fitting, default)
-        in_order.sort(key=lambda result: result is not first)
-    choices: list[SearchChoice] = []
-    for candidate, prediction in in_order:
-        why = reason(choices[-1].prediction, prediction, machine) if choices else ""
-        choices.append(SearchChoice(candidate, prediction, why, prediction.memory_bytes <= machine.memory_bytes))
-    return tuple(choices)
+        in_order.sort(key=lambda one: one is not first)
+    return tuple(in_order)
 
 
-def _taken(fitting: Sequence[Result], default: Candidate | None) -> Result:
+def _taken(fitting: Sequence[SearchChoice], default: Candidate | None) -> SearchChoice:
     """Return the result to take, from results that fit in memory, fastest first.
 
     Prediction errors can exceed a small gain, so the default is taken unless another candidate is faster by more than
@@ -385,19 +326,17 @@ def _taken(fitting: Sequence[Result], default: Candidate | None) -> Result:
     ones, the one that differs least from the default is taken, whichever a measurement makes the faster one.
     """
 
-    def seconds(result: Result) -> float:
-        return result[1].step.seconds
+    def near_best(results: Sequence[SearchChoice], share: float) -> list[SearchChoice]:
+        limit = min(one.seconds for one in results) * (1 + share)
+        return [one for one in results if one.seconds <= limit]
 
-    def near_best(results: Sequence[Result], share: float) -> list[Result]:
-        limit = min(map(seconds, results)) * (1 + share)
-        return [result for result in results if seconds(result) <= limit]
-
-    usual = next((result for result in fitting if result[0] == default), None)
-    faster = [result for result in fitting if usual is None or seconds(result) * (1 + UNCERTAIN_SHARE) <= seconds(usual)]
+    usual = next((one for one in fitting if one.candidate == default), None)
+    faster = [one for one in fitting if usual is None or one.seconds * (1 + UNCERTAIN_SHARE) <= usual.seconds]
     if usual is not None and not faster:
         return usual
-    pure = [one for one in near_best(faster, UNCERTAIN_SHARE) if _is_pure_batch(one[0]) and one[0].micro_batches == 1]
-    return min(near_best(pure or faster, EQUAL_SHARE), key=lambda result: _changes(result[0]))
+    near = [one for one in near_best(faster, UNCERTAIN_SHARE) if one.candidate.micro_batches == 1]
+    pure = [one for one in near if _is_pure_batch(one.candidate)]
+    return min(near_best(pure or faster, EQUAL_SHARE), key=lambda one: _changes(one.candidate))
 
 
 def _changes(candidate: Candidate) -> tuple[object, ...]:
