@@ -175,8 +175,9 @@ def _measure(outcome: PlannedSearch, best: int, seconds: float) -> None:
     for layout, planned in searches:
         candidates = [choice.candidate for choice in planned.result.choices[:best]]
         coverage = measure(planned.task, candidates, seconds / len(searches))
-        left = f"; {coverage.left} did not fit into the time or the memory" if coverage.left else ""
-        echo(f"Measured {coverage.programs} programs in {coverage.seconds:.0f} s{layout}{left}.", err=True)
+        left = len(candidates) - len(coverage.covered)
+        end = f"; {left} choices did not fit into the time or the memory" if left else ""
+        echo(f"Measured {coverage.programs} programs{layout}{end}.", err=True)
 
 
 def _written(outcome: PlannedSearch, file: Path, overrides: tuple[str, ...], write: Path | None) -> str:

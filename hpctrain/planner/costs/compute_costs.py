@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Protocol
 
 from hpctrain.backend.operators import Operator
@@ -108,6 +109,8 @@ def others_key(operators: int) -> OperatorKey:
 class MeasuredCosts:
     """`ComputeCosts` from measured times, otherwise interpolated times, otherwise rates.
 
+    Updates and the rest of a step follow from the nearest measured sizes, however far they are.
+
     Args:
         times: times measured while as many ranks of a node compute as in the job.
         speed: compute speed relative to the speed at the measurement; `rates` already include it.
@@ -133,32 +136,17 @@ class MeasuredCosts:
         return self._either(self._times.seconds(product_key(product)), self._rates.product_seconds(product))
 
     def update_seconds(self, elements: int) -> float:
-        """Return the seconds of an update, at the rate of the measured update of the nearest size."""
-        if not elements:
-            return 0.0
-        return self._either(self._scaled(update_key(elements)), self._rates.update_seconds(elements))
+        measured = self._times.seconds(update_key(elements), math.inf) if elements else 0.0
+        return self._either(measured, self._rates.update_seconds(elements))
 
     def step_seconds(self, input_bytes: int, operators: int) -> float:
-        """Return the seconds of a step outside operators and updates.
-
-        The copy of the input has the nearest measured rate. The rest takes as long as in the measured step with the nearest
-        number of operators.
-        """
-        copy = self._scaled(input_key(input_bytes)) if input_bytes else 0.0
-        nearest = self._times.nearest(others_key(operators))
-        measured = None if copy is None or nearest is None else copy + nearest[1]
+        copy = self._times.seconds(input_key(input_bytes), math.inf) if input_bytes else 0.0
+        others = self._times.seconds(others_key(operators), math.inf)
+        measured = None if copy is None or others is None else copy + others
         return self._either(measured, self._rates.step_seconds(input_bytes, operators))
 
     def measured_share(self) -> float:
         return self._measured_seconds / self._all_seconds if self._all_seconds else 0.0
-
-    def _scaled(self, key: OperatorKey) -> float | None:
-        """Return the interpolated seconds, or the seconds at the rate of the nearest measured size; None if there are none."""
-        seconds = self._times.seconds(key)
-        nearest = self._times.nearest(key)
-        if seconds is not None or nearest is None or not nearest[0]:
-            return seconds
-        return nearest[1] * key.extents[0] / nearest[0]
 
     def _either(self, measured: float | None, by_rate: float) -> float:
         seconds = by_rate if measured is None else measured / self._speed

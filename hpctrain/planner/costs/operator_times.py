@@ -217,12 +217,6 @@ class OperatorTimes:
                 return seconds
         return None
 
-    def nearest(self, key: OperatorKey) -> tuple[int, float] | None:
-        """Return (N, seconds) of the measured operator of the same family with the nearest N; None if there is none."""
-        samples = self._families.get(key.family, {})
-        points = [(extents[0], seconds) for extents, seconds in samples.items()]
-        return min(points, key=lambda point: abs(point[0] - key.extents[0]), default=None)
-
     def save(self) -> None:
         """Write the file, merged with times that other processes have stored since it was read.
 

@@ -10,12 +10,11 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from functools import partial
 from itertools import cycle, groupby, islice, pairwise, permutations
 from pathlib import Path
 from statistics import fmean, median
-from typing import NamedTuple
 
 import numpy as np
 
@@ -91,33 +90,26 @@ class MessagePoint:
     core_seconds: float
     summing_core_seconds: float
 
-
-class _Raw(NamedTuple):
-    """Measurements of one size in one pass, as in `MessagePoint`; `two` is the time of two operations posted together."""
-
-    n_bytes: int
-    one: float
-    two: float
-    polls: float
-    gap: float
-    core: float
-    summing_core: float
+    @property
+    def both_seconds(self) -> float:
+        """Time of two operations posted together."""
+        return self.seconds + self.next_seconds
 
 
-def _point(passes: Sequence[_Raw]) -> MessagePoint:
+def _least(passes: Sequence[MessagePoint]) -> MessagePoint:
     """Return the minimum of each time over all passes; the median of the core's times, differences that noise also shortens."""
-    one, two = min(raw.one for raw in passes), min(raw.two for raw in passes)
-    fewest = min(passes, key=lambda raw: raw.polls)
-    core, summing = median(raw.core for raw in passes), median(raw.summing_core for raw in passes)
-    return MessagePoint(passes[0].n_bytes, one, max(0.0, two - one), fewest.polls, fewest.gap, core, summing)
+    one, both = min(point.seconds for point in passes), min(point.both_seconds for point in passes)
+    core, summing = median(point.core_seconds for point in passes), median(point.summing_core_seconds for point in passes)
+    fewest = min(passes, key=lambda point: point.polls)
+    return replace(fewest, seconds=one, next_seconds=max(0.0, both - one), core_seconds=core, summing_core_seconds=summing)
 
 
-def _settled(passes: Sequence[Sequence[_Raw]], alike: float) -> bool:
+def _settled(passes: Sequence[Sequence[MessagePoint]], alike: float) -> bool:
     """Return whether the last pass confirms the fastest earlier one; times of short messages vary too much to compare."""
     if len(passes) < 2:
         return False
-    long = [k for k, raw in enumerate(passes[-1]) if raw.n_bytes >= _POLLED_FROM]
-    times = [[(of[k].one, of[k].two) for k in long] for of in passes]
+    long = [k for k, point in enumerate(passes[-1]) if point.n_bytes >= _POLLED_FROM]
+    times = [[(of[k].seconds, of[k].both_seconds) for k in long] for of in passes]
     fastest, now = np.min(times[:-1], axis=0), np.array(times[-1])
     return bool(np.all(abs(now - fastest) <= alike * fastest))
 
@@ -168,37 +160,37 @@ class LinkProbe:
         begin, sizes = self._progress.now(), effort.sizes
         if self._pair is not None:
             self._seconds([self._gather(sizes[0])], _REPEATS_SHORT, 0.0)  # because connections are made at their first use
-        passes: list[list[_Raw]] = []
+        passes: list[list[MessagePoint]] = []
         while len(passes) < effort.passes and not _settled(passes, effort.alike):
-            numbers: list[_Raw] = []
+            points: list[MessagePoint] = []
             for n_bytes in sizes:
-                raw = None if self._pair is None else self._measure_size(n_bytes, effort.pause_seconds, details=details)
-                of_all = self._all_ranks.allgather_object((raw, self._progress.now() - begin))
-                known, spent = [raw for raw, _ in of_all if raw is not None], of_all[0][1]
-                numbers.append(_Raw(n_bytes, *(median(column) for column in zip(*(raw[1:] for raw in known), strict=True))))
+                own = None if self._pair is None else self._measure_size(n_bytes, effort.pause_seconds, details=details)
+                of_all = self._all_ranks.allgather_object((own, self._progress.now() - begin))
+                known, spent = [astuple(point)[1:] for point, _ in of_all if point is not None], of_all[0][1]
+                points.append(MessagePoint(n_bytes, *(median(column) for column in zip(*known, strict=True))))
                 over = not passes and spent > budget_seconds
-                if len(numbers) > 1 and (over or numbers[-1].one > _MOST_MESSAGE_SECONDS):
+                if len(points) > 1 and (over or points[-1].seconds > _MOST_MESSAGE_SECONDS):
                     break
-            passes.append(numbers)
-            sizes = sizes[: len(numbers)]
+            passes.append(points)
+            sizes = sizes[: len(points)]
             if spent * (len(passes) + 1) / len(passes) >= budget_seconds:
                 break
-        return [_point([of_pass[k] for of_pass in passes]) for k in range(len(sizes))]
+        return [_least(of_size) for of_size in zip(*(of_pass[: len(sizes)] for of_pass in passes), strict=True)]
 
-    def _measure_size(self, n_bytes: int, pause_seconds: float, *, details: bool) -> _Raw:
+    def _measure_size(self, n_bytes: int, pause_seconds: float, *, details: bool) -> MessagePoint:
         gather, reduce = self._gather(n_bytes), self._reduce(n_bytes)
         long = n_bytes >= _LONG_BYTES
         repeats, pause = (_REPEATS_LONG, pause_seconds) if long else (_REPEATS_SHORT, 0.0)
         one = self._seconds([gather], repeats, pause)
         gap = min(max(2 * one, _LEAST_GAP_SECONDS), _MOST_GAP_SECONDS)
         if not details:
-            return _Raw(n_bytes, one, 2 * one, 0, gap, 0.0, 0.0)
+            return MessagePoint(n_bytes, one, one, 0, gap, 0.0, 0.0)
         two = self._seconds([gather, self._gather(n_bytes)], _REPEATS_SLOW if one > _SLOW_SECONDS else repeats, pause)
         polled = n_bytes >= _POLLED_FROM
         needed = min(self._polls(gather, gap) for _ in range(_POLLED_REPEATS)) if polled else 0
         lap, lap_seconds = self._lap()
         core, summing = (self._core_seconds(post, lap, lap_seconds) for post in (gather, reduce))
-        return _Raw(n_bytes, one, two, needed, gap, core, summing)
+        return MessagePoint(n_bytes, one, two - one, needed, gap, core, summing)
 
     def _gather(self, n_bytes: int) -> Callable[[], Handle]:
         assert self._pair is not None
@@ -313,7 +305,11 @@ _BURST_SIZES = (512 << 10, 2 << 20)  # smaller messages may fit into buffers, an
 def link(points: Sequence[MessagePoint], *, bursts: bool = True) -> Link:
     """Return the link fitted to at least two points in ascending order of size; without a burst unless `bursts` is set."""
     burst_bytes = burst(points) if bursts else 0
-    operation_seconds, byte_seconds = _core_costs(points)
+    # The core's seconds of an operation and of a byte are a line through the points. The fit minimises the sum of
+    # (predicted - measured)^2 / measured, so that neither long nor short messages dominate.
+    roots = np.sqrt([max(point.core_seconds, 1e-9) for point in points])
+    parts = np.array([(1.0, 2.0 * point.n_bytes) for point in points]) / roots[:, None]
+    operation_seconds, byte_seconds = (max(0.0, float(one)) for one in np.linalg.lstsq(parts, roots, rcond=None)[0])
     return Link(
         segments=segments(points, burst_bytes),
         operation_seconds=operation_seconds,
@@ -322,17 +318,6 @@ def link(points: Sequence[MessagePoint], *, bursts: bool = True) -> Link:
         sum_seconds=median(max(0.0, one.summing_core_seconds - one.core_seconds) / one.n_bytes for one in points[-3:]),
         burst_bytes=burst_bytes,
     )
-
-
-def _core_costs(points: Sequence[MessagePoint]) -> tuple[float, float]:
-    """Return the core's seconds for an operation, and for each byte sent or received, as a line through the points.
-
-    The fit minimises the sum of (predicted - measured)^2 / measured, so that neither long nor short messages dominate.
-    """
-    roots = np.sqrt([max(point.core_seconds, 1e-9) for point in points])
-    parts = np.array([(1.0, 2.0 * point.n_bytes) for point in points]) / roots[:, None]
-    operation, byte = np.linalg.lstsq(parts, roots, rcond=None)[0]
-    return max(0.0, float(operation)), max(0.0, float(byte))
 
 
 def burst(points: Sequence[MessagePoint]) -> int:

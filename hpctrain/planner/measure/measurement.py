@@ -31,7 +31,7 @@ from hpctrain.planner.costs.operator_times import OperatorTimes, Setting, cache_
 from hpctrain.planner.job import Candidate, Job
 from hpctrain.planner.measure import calibration
 from hpctrain.planner.measure.calibration import RankFacts, calibrate, rates_from_timings
-from hpctrain.planner.measure.link_measurement import QUICK, THOROUGH, Effort
+from hpctrain.planner.measure.link_measurement import QUICK, THOROUGH
 from hpctrain.planner.measure.program_timing import FEW_STEPS, Coverage, ensure_measured
 from hpctrain.planner.search import configured_search
 from hpctrain.planner.search.configured_search import SearchTask, on_any_grid
@@ -55,17 +55,8 @@ def run_calibration(
         OSError: the file cannot be written. All ranks raise it before the measurement if this is foreseeable, otherwise rank 0.
     """
     raise_on_all_ranks(world, lambda: check_target(out, streams=True) if world.rank == 0 else None)
-    machine = measured(
-        world,
-        kernels,
-        threads,
-        deadline_seconds,
-        seconds,
-        out.stem,
-        effort=THOROUGH,
-        vary_threads=kernels.arithmetic.on_host,
-        dtypes=("float32", "bfloat16"),
-    )
+    dtypes = "float32", "bfloat16"
+    machine = measured(world, kernels, threads, deadline_seconds, seconds, out.stem, thorough=True, dtypes=dtypes)
     if world.rank == 0:
         machine_file.write(out, machine)
     return machine
@@ -100,16 +91,15 @@ def measured(
     seconds: float = 60.0,
     name: str = NAME,
     *,
-    effort: Effort = QUICK,
+    thorough: bool = False,
     known_rates: Mapping[OperatorClass, OperatorRate] | None = None,
-    vary_threads: bool = False,
     dtypes: Sequence[str] = ("float32",),
 ) -> Machine:
     """Measure links, memory and rates within `seconds`. Collective over `world`; return the same machine on every rank.
 
     Args:
+        thorough: whether to measure all that a machine file has, also the effect of threads; equal on all ranks.
         known_rates: rates of this rank; None on all ranks: measure them.
-        vary_threads: whether to measure the effect of threads, too; equal on all ranks.
         dtypes: dtypes of activations to measure; bfloat16 is left out unless the processors of all ranks multiply it.
     """
     multiply_bfloat16 = all(world.allgather_object(getattr(kernels, "multiplies_bfloat16", False)))
@@ -131,8 +121,8 @@ def measured(
         name=name,
         when=time.strftime("%Y-%m-%d"),
         seconds=seconds,
-        effort=effort,
-        measure_threads=effect_of_threads if vary_threads else None,
+        effort=THOROUGH if thorough else QUICK,
+        measure_threads=effect_of_threads if thorough and kernels.arithmetic.on_host else None,
         physical_cores=usable_cores,
     )
 
@@ -195,7 +185,7 @@ def measured_times(
             half = TimeBudget(budget_seconds / 2, world.broadcast_object)
             timings = timed(few, candidates[:1], OperatorTimes(times.setting), budget=half, basis=1).timings
         _log.info("a step of %s takes too long to time its operators; the choice follows from their rates", job.model)
-    elif coverage.left:
+    elif len(coverage.covered) < len(candidates):
         others = [f"{one.plan.default} on {one.plan.rows} rows" for one in candidates if one not in coverage.covered]
         _log.info("not searched, because there was no time or memory to time them: %s", ", ".join(others))
     cores = usable_cores(frozenset[int]().union(*node.allgather_object(os.sched_getaffinity(0))))
@@ -227,18 +217,7 @@ def _likely(job: Job, space: SearchSpace, ranks: int) -> Iterator[Candidate]:
             yield Candidate(replace(plan, default=use), micro_batches=micro_batches)
 
 
-_THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 _PATIENCE_SECONDS = 600.0  # maximum wait for other processes, which may have failed
-
-
-@dataclass(frozen=True)
-class _Work:
-    """Picklable inputs of each measuring process."""
-
-    task: SearchTask
-    candidates: tuple[Candidate, ...]
-    setting: Setting
-    budget_seconds: float
 
 
 def measure(task: SearchTask, candidates: Sequence[Candidate], budget_seconds: float) -> Coverage:
@@ -254,65 +233,46 @@ def measure(task: SearchTask, candidates: Sequence[Candidate], budget_seconds: f
             f"measure this machine with `hpctrain calibrate`, or omit --measure."
         )
     setting = configured_search.configured_setting(task.machine, on_any_grid(task))
-    return _in_processes(_Work(task, tuple(candidates), setting, budget_seconds), setting.concurrency)
-
-
-def _in_processes(work: _Work, processes: int) -> Coverage:
-    """Run the work in `processes` processes, and return the result of the first one."""
-    context = multiprocessing.get_context("spawn")
-    barrier, decision, results = context.Barrier(processes), context.Array("b", [1]), context.SimpleQueue()
-    before = {name: os.environ.get(name) for name in _THREADS}
-    os.environ.update(dict.fromkeys(_THREADS, str(work.setting.threads)))  # thread pools read the variables when they start
-    try:
-        members = [
-            context.Process(target=_measure, args=(work, number, barrier, decision, results), daemon=True)
-            for number in range(processes)
-        ]
-        for member in members:
-            member.start()
-        for member in members:
-            member.join()
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name, None)
-            if value is not None:
-                os.environ[name] = value
+    context, processes = multiprocessing.get_context("spawn"), setting.concurrency
+    shared = context.Barrier(processes), context.Array("b", [1]), context.SimpleQueue()
+    work = task, tuple(candidates), setting, budget_seconds
+    members = [context.Process(target=_measure, args=(*work, number, shared), daemon=True) for number in range(processes)]
+    for member in members:
+        member.start()
+    for member in members:
+        member.join()
     if any(member.exitcode for member in members):
         raise ConfigError("Cannot measure the operators (see the errors above); omit --measure.")
-    coverage: Coverage = results.get()
+    coverage: Coverage = shared[2].get()
     return coverage
 
 
-def _measure(work: _Work, number: int, barrier: Any, decision: Any, results: Any) -> None:
-    """Do the work of one process. On failure, break the barrier, which ends the waits of the other processes."""
-    try:
-        _measure_with_others(work, number, barrier, decision, results)
-    except BaseException:
-        barrier.abort()
-        raise
-
-
-def _measure_with_others(work: _Work, number: int, barrier: Any, decision: Any, results: Any) -> None:
+def _measure(
+    task: SearchTask, candidates: Sequence[Candidate], setting: Setting, budget_seconds: float, number: int, shared: Any
+) -> None:
     """Measure together with the other processes. The first process decides for all when to stop, and stores the times."""
+    barrier, decision, results = shared
+
+    def meet() -> None:
+        barrier.wait(_PATIENCE_SECONDS)
 
     def agree(go_on: bool) -> bool:
         if number == 0:
             decision[0] = go_on
-        barrier.wait(_PATIENCE_SECONDS)
+        meet()
         answer = bool(decision[0])
-        barrier.wait(_PATIENCE_SECONDS)
+        meet()
         return answer
 
-    times = OperatorTimes(work.setting, cache_file())
-    barrier.wait(_PATIENCE_SECONDS)  # all processes have read the cache before it is written
-    coverage = ensure_measured(
-        on_any_grid(work.task).job,
-        work.candidates,
-        times,
-        budget=TimeBudget(work.budget_seconds, agree),
-        memory_bytes=work.task.machine.memory_bytes,
-        before=lambda: barrier.wait(_PATIENCE_SECONDS),
-    )
-    if number == 0:
-        times.save()
-        results.put(coverage)
+    try:
+        with threadpool_limits(limits=setting.threads):
+            times, budget = OperatorTimes(setting, cache_file()), TimeBudget(budget_seconds, agree)
+            meet()  # all processes have read the cache before it is written
+            job, memory_bytes = on_any_grid(task).job, task.machine.memory_bytes
+            coverage = ensure_measured(job, candidates, times, budget=budget, memory_bytes=memory_bytes, before=meet)
+        if number == 0:
+            times.save()
+            results.put(coverage)
+    except BaseException:
+        barrier.abort()  # ends the waits of the other processes
+        raise

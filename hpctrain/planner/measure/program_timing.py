@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -33,13 +34,7 @@ from hpctrain.parallel.partition_graph import partition_graph
 from hpctrain.planner.costs.compute_costs import UPDATE_ACCESSES, input_key, others_key, product_key, update_key
 from hpctrain.planner.costs.machine import OperatorClass
 from hpctrain.planner.costs.operator_times import OperatorKey, OperatorTimes, operator_key
-from hpctrain.planner.costs.operator_work import (
-    OperatorWork,
-    is_move,
-    products_of,
-    time_product,
-    work_of,
-)
+from hpctrain.planner.costs.operator_work import FactorProduct, OperatorWork, is_move, products_of, time_product, work_of
 from hpctrain.planner.job import Candidate, Job
 from hpctrain.trace.time_budget import TimeBudget
 
@@ -322,11 +317,68 @@ class RankProgram:
             there are no such products.
     """
 
+    job: Job
     graph: Graph
     shards: Mapping[str, Shard]
     split_ranks: int  # ranks of a split group
     data_ranks: int  # ranks of a data group
     exchanged_samples: int
+
+    @cached_property
+    def plan(self) -> ExecutionPlan:
+        return compile_graph(self.graph, self.job.kernels, training=True)
+
+    @cached_property
+    def products(self) -> list[FactorProduct]:
+        return products_of(self.plan, self.exchanged_samples) if self.exchanged_samples else []
+
+    @cached_property
+    def elements(self) -> int:
+        return sum(math.prod(spec.shape) for spec in local_specs(self.graph, self.job.specs, self.shards).values())
+
+    @property
+    def memory_bytes(self) -> int:
+        item_bytes = np.dtype(parameter_dtype(self.job.dtype)).itemsize
+        return self.plan.arena_bytes + _COPIES_OF_PARAMETERS * item_bytes * self.elements
+
+    def is_known(self, times: OperatorTimes, *, edges: bool) -> bool:
+        """Return whether all operators have times; after a neighbour's program, `edges` of images need no times of their own."""
+        keys = [key for (_, k), key in keys_of(self.plan).items() if not (edges and is_move(self.plan.steps[k].operator))]
+        keys += map(product_key, self.products)
+        return all(times.seconds(key) is not None if edges else times.measured(key) for key in keys)
+
+    def measure(self, times: OperatorTimes, repeats: Repeats, before: Callable[[], None], budget: TimeBudget) -> bool:
+        """Time the program, and return whether the budget sufficed on rank 0."""
+        job, clock = self.job, clock_of(times.setting.threads, on_host=self.job.kernels.arithmetic.on_host)
+        timed = TimedProgram(
+            self.graph,
+            job.kernels,
+            job.specs,
+            shards=self.shards,
+            mergers=fake_mergers(self.split_ranks, self.data_ranks),
+            dtype=job.dtype,
+            clock=clock,
+            plan=self.plan,
+        )
+        step = timed.measure(repeats, before, budget)
+        if step is not None:
+            record(times, self.plan, self.elements, step)
+        for product in self.products if (complete := budget.agree(step is not None)) else ():
+            if not budget.agree(times.measured(product_key(product))):
+                seconds = time_product(product, parameter_dtype(job.dtype), repeats.steps, clock, before)
+                times.put(product_key(product), seconds)
+        return complete
+
+    def timings(self, times: OperatorTimes) -> Iterator[tuple[OperatorWork, float]]:
+        """Yield the work of each operator that has a time, with its seconds."""
+        plan, item_bytes = self.plan, np.dtype(parameter_dtype(self.job.dtype)).itemsize
+        works = [(work_of(plan.steps[k], action, plan.memory[k]), key) for (action, k), key in keys_of(plan).items()]
+        update = OperatorWork(OperatorClass.MEMORY, 0, UPDATE_ACCESSES * item_bytes * self.elements)
+        works.append((update, update_key(self.elements)))
+        for work, key in works:
+            seconds = times.seconds(key)
+            if seconds is not None and not work.is_nothing:
+                yield work, seconds
 
 
 @dataclass(frozen=True)
@@ -335,15 +387,12 @@ class Coverage:
 
     Attributes:
         programs: number of timed programs.
-        covered: candidates whose operators all have times.
-        left: number of other candidates, omitted for lack of time or memory.
+        covered: candidates whose operators all have times; there was no time or memory for the others.
         timings: (work, seconds) of all operators of covered candidates.
     """
 
     programs: int
     covered: tuple[Candidate, ...]
-    left: int
-    seconds: float  # duration of the measurement
     timings: tuple[tuple[OperatorWork, float], ...]
 
 
@@ -358,12 +407,12 @@ def rank_programs(job: Job, candidate: Candidate) -> Iterator[RankProgram]:
     for counts in groups:
         graph = job.graph_of(sum(counts))
         if plan.rows == 1:
-            yield RankProgram(graph, {}, 1, plan.cols, exchanged)
+            yield RankProgram(job, graph, {}, 1, plan.cols, exchanged)
             continue
         partitioned = partition_graph(graph, plan, counts)
         for rank in dict.fromkeys((0, plan.rows // 2, plan.rows - 1)):
             local = partitioned.local(rank, FakeSplitGroup(rank, plan.rows))
-            yield RankProgram(local, partitioned.shards_of(rank), plan.rows, plan.cols, exchanged)
+            yield RankProgram(job, local, partitioned.shards_of(rank), plan.rows, plan.cols, exchanged)
 
 
 def keys_of(plan: ExecutionPlan) -> dict[tuple[Action, int], OperatorKey]:
@@ -409,14 +458,13 @@ def ensure_measured(
         basis: number of first candidates without which no other is measured.
         before: callback before each step: a barrier.
     """
-    timed, left, covered, timings = 0, 0, list[Candidate](), list[tuple[OperatorWork, float]]()
+    timed, covered, timings = 0, list[Candidate](), list[tuple[OperatorWork, float]]()
     for number, candidate in enumerate(candidates):
-        found: list[_Program] = []
+        found: list[RankProgram] = []
         if number == basis > 0:
             budget.seconds *= 0.8  # because a choice between the first candidates is worth more than one between all
         complete = budget.allows() and len(covered) >= min(number, basis)
-        for program in rank_programs(job, candidate) if complete else ():
-            one = _Program(job, program, compile_graph(program.graph, job.kernels, training=True))
+        for one in rank_programs(job, candidate) if complete else ():
             if not budget.agree(one.is_known(times, edges=bool(found))):
                 fits = budget.agree(one.memory_bytes <= memory_bytes) and budget.allows()
                 complete = fits and one.measure(times, replace(repeats, share=1 / max(1, basis - len(covered))), before, budget)
@@ -427,60 +475,4 @@ def ensure_measured(
         if complete:
             covered.append(candidate)
             timings += [timing for one in found for timing in one.timings(times)]
-        left += not complete
-    return Coverage(timed, tuple(covered), left, time.perf_counter() - budget.begin, tuple(timings))
-
-
-class _Program:
-    """Program of a rank with its plan."""
-
-    def __init__(self, job: Job, program: RankProgram, plan: ExecutionPlan) -> None:
-        self._job, self._program, self._plan = job, program, plan
-        self._products = products_of(plan, program.exchanged_samples) if program.exchanged_samples else []
-        of_rank = local_specs(program.graph, job.specs, program.shards).values()
-        self._elements = sum(math.prod(spec.shape) for spec in of_rank)
-
-    @property
-    def memory_bytes(self) -> int:
-        item_bytes = np.dtype(parameter_dtype(self._job.dtype)).itemsize
-        return self._plan.arena_bytes + _COPIES_OF_PARAMETERS * item_bytes * self._elements
-
-    def is_known(self, times: OperatorTimes, *, edges: bool) -> bool:
-        """Return whether all operators have times; after a neighbour's program, `edges` of images need no times of their own."""
-        keys = [key for (_, k), key in keys_of(self._plan).items() if not (edges and is_move(self._plan.steps[k].operator))]
-        keys += map(product_key, self._products)
-        return all(times.seconds(key) is not None if edges else times.measured(key) for key in keys)
-
-    def measure(self, times: OperatorTimes, repeats: Repeats, before: Callable[[], None], budget: TimeBudget) -> bool:
-        """Time the program, and return whether the budget sufficed on rank 0."""
-        job, program = self._job, self._program
-        clock = clock_of(times.setting.threads, on_host=job.kernels.arithmetic.on_host)
-        timed = TimedProgram(
-            program.graph,
-            job.kernels,
-            job.specs,
-            shards=program.shards,
-            mergers=fake_mergers(program.split_ranks, program.data_ranks),
-            dtype=job.dtype,
-            clock=clock,
-            plan=self._plan,
-        )
-        step = timed.measure(repeats, before, budget)
-        if step is not None:
-            record(times, self._plan, self._elements, step)
-        for product in self._products if (complete := budget.agree(step is not None)) else ():
-            if not budget.agree(times.measured(product_key(product))):
-                seconds = time_product(product, parameter_dtype(job.dtype), repeats.steps, clock, before)
-                times.put(product_key(product), seconds)
-        return complete
-
-    def timings(self, times: OperatorTimes) -> Iterator[tuple[OperatorWork, float]]:
-        """Yield the work of each operator that has a time, with its seconds."""
-        plan, item_bytes = self._plan, np.dtype(parameter_dtype(self._job.dtype)).itemsize
-        works = [(work_of(plan.steps[k], action, plan.memory[k]), key) for (action, k), key in keys_of(plan).items()]
-        update = OperatorWork(OperatorClass.MEMORY, 0, UPDATE_ACCESSES * item_bytes * self._elements)
-        works.append((update, update_key(self._elements)))
-        for work, key in works:
-            seconds = times.seconds(key)
-            if seconds is not None and not work.is_nothing:
-                yield work, seconds
+    return Coverage(timed, tuple(covered), tuple(timings))

@@ -401,7 +401,7 @@ def test_the_rest_of_a_step_scales_from_the_nearest_measurement() -> None:
     assert costs.update_seconds(10) == pytest.approx(0.01)
     assert costs.update_seconds(0) == 0.0
     assert costs.step_seconds(100, 10) == pytest.approx(3.5)
-    assert costs.step_seconds(0, 12) == pytest.approx(3.0)
+    assert costs.step_seconds(0, 12) == pytest.approx(3.6)
 
 
 def test_products_of_other_depths_follow_from_measured_ones() -> None:
