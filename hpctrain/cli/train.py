@@ -124,7 +124,7 @@ def train(
         job.refuse_alone()
         if compute_only:
             watch.end_at_once()
-            session = job.session(partial(load_config, file, (*overrides, "trace=true")))
+            session = job.session(partial(load_config, file, (*overrides, "trace=true")), trains=True)
             from hpctrain.run.training import run_compute_only
 
             run_compute_only(session, steps or COMPUTE_ONLY_STEPS, style)

@@ -122,7 +122,7 @@ class RankProcess:
 
         Args:
             read: see `ReadConfig`.
-            trains: whether to load the modules of a training.
+            trains: whether a training follows: its modules are loaded, and its data files checked before anything is measured.
             resume: earlier run of `--resume`, whose automatic choices are reused.
         """
         prepared = self._prepared(read)  # steps 7 and 8
@@ -176,7 +176,10 @@ class RankProcess:
         if config.automatic:
             from hpctrain.comm import mpi
             from hpctrain.process.earlier_choices import choose_again
+            from hpctrain.run.images import open_alike
 
+            if trains:
+                open_alike(world, config, tuple(config.data.files))
             resolved = choose_again(config, started, resume, mpi.library() if self.launcher.starts_mpi else "")
         resolved = replace(resolved, lines=(*notes, *resolved.lines))
         return Session.start(resolved, self.launcher, threads, world, revision, self.flight, device_messages)

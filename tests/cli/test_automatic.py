@@ -87,6 +87,7 @@ def test_a_resumed_run_is_the_same_to_the_bit_and_other_ranks_choose_again(folde
 @pytest.mark.parametrize(
     ("change", "words"),
     [
+        (["machine=nowhere.yaml", "data.train=nowhere.h5"], ["There is no data file nowhere.h5"]),  # before the search
         (["machine=nowhere.yaml"], ["There is no machine file 'nowhere.yaml'"]),
         (["averager.window=3"], ["averager is auto, which also chooses the options"]),
         (["batch=2", "grid={rows: 1}"], ["batch is 2, but 3 ranks"]),
