@@ -438,8 +438,8 @@ class BatchNormConfig(Section):
 
     statistics: Literal["local", "synchronised"] = Field(
         default="local",
-        description="Samples over which batch statistics are computed: those of the ranks that share samples (local), or those "
-        "of all ranks (synchronised).",
+        description="Samples over which batch statistics are computed: those of all ranks (synchronised), or those of the rank "
+        "(local); in a layer under model or domain, local uses those of the split group.",
     )
     momentum: Number = Field(
         default=0.1, gt=0, le=1, description="Weight of a new batch's statistics in the running statistics, in (0, 1]."
@@ -632,7 +632,7 @@ class Config(Section):
     machine: PathText | None = Field(
         default=None,
         description="Machine model for auto and for the advice of `hpctrain plan show`: a file, or the name of an installed one; "
-        "null measures the machine at the start, for some seconds, if auto needs it.",
+        "null measures the machine at the start if auto needs it.",
     )
     batch_norm: BatchNormConfig = Field(default_factory=BatchNormConfig, description="The statistics of batch normalisation.")
     on_nonfinite: NonFiniteConfig = Field(
