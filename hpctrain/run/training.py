@@ -486,10 +486,10 @@ def _introduce(session: Session, setup: TrainingSetup, reporter: Reporter, limit
     config, network = session.config, setup.replica.network
     count = sum(math.prod(spec.shape) for spec in network.parameter_specs.values())
     flops = network.model.flops(TensorSpec((1, *network.image_shape)))
-    grid = describe(session.recipe.plan)
+    grid = "" if session.resolved.choice else f" as {describe(session.recipe.plan)}"  # which the line of the choice states
     for line in session.resolved.lines:
         reporter.say(line)
-    reporter.say(f"{counted(session.world.size, 'rank')} as {grid}, launcher {session.launcher.name}")
+    reporter.say(f"{counted(session.world.size, 'rank')}{grid}, launcher {session.launcher.name}")
     reporter.say(str(session.threads))
     cores, busy = cores_of_ranks(session.world, session.grid.node_of), busy_node(session.world, session.threads.load)
     if session.launcher.starts_mpi:

@@ -52,6 +52,7 @@ def test_a_run_chooses_says_so_keeps_it_and_is_held_to_account(job: Start, folde
     outcome = _train(2, folder, start=job)
     (line,) = [line for line in whole_lines(outcome.stdout).splitlines() if line.startswith("grid, plan, averager auto: ")]
     choice = _choice(folder)
+    assert "\n2 ranks, launcher" in outcome.stdout  # without the plan, which the line of the choice has
     assert f"predicted {choice['prediction']['seconds']:.3g} s per step" in line
     assert choice["ranks"] == 2
     config = newest_run(folder).config()
