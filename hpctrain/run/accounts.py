@@ -77,7 +77,7 @@ def auto_advice(of_ranks: Sequence[StepParts]) -> str:
         return ""
     return (
         f"ranks waited for messages in {least.exposed_seconds / mean.seconds:.0%} of each step or more; "
-        f"`hpctrain train FILE --auto` looks for a faster grid, plan and averager (docs/planner.md)"
+        "the same command with --auto (Python: grid, plan, averager auto) may be faster"
     )
 
 

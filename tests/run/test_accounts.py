@@ -111,7 +111,7 @@ def test_a_run_that_waits_for_its_link_is_shown_auto() -> None:
     waiting = StepParts(0.5, 20, 0.3, 0.0, 0.2, 0.0, 0.0)
     (step, advice) = _heard(None, waiting, replace(waiting, exposed_seconds=0.155)).lines
     assert ", communication not hidden 178" in step  # the mean of the ranks
-    assert advice.startswith("ranks waited for messages in 31% of each step or more; `hpctrain train FILE --auto` ")
+    assert advice.startswith("ranks waited for messages in 31% of each step or more; the same command with --auto ")
     others: tuple[tuple[StepParts, dict[str, Any]], ...] = (
         (replace(waiting, exposed_seconds=0.07), {}),  # below the limit, or this rank is slow and the other waits for it
         (replace(waiting, data_seconds=0.3, core_seconds=0.2), {}),  # ranks that wait for data or a core delay each other
