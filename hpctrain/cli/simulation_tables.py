@@ -1,7 +1,7 @@
 """Print machines, predictions and search results as tables, with notes below.
 
-Every predicted number is marked as simulated. The table of a search shows the best choices, their plans in words, and the reason
-why each is slower than the previous one.
+Every predicted number is marked as simulated. The table of a search shows the best choices, their plans in words, and
+the comparison of the best one with the default.
 """
 
 from __future__ import annotations
