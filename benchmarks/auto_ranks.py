@@ -23,7 +23,7 @@ from hpctrain.averaging.averagers import AveragerChoice
 from hpctrain.comm.groups import ProcessGrid
 from hpctrain.comm.progress import ProgressMode
 from hpctrain.config.load import from_mapping
-from hpctrain.job.automatic_choice import Resolved, chosen_words
+from hpctrain.job.automatic_choice import Resolved
 from hpctrain.job.session import StartedJob
 from hpctrain.launch.scheduler import age_seconds
 from hpctrain.nn.network import Network
@@ -157,8 +157,7 @@ class AutoRank(Turns):
 
 
 def _words(task: PlannedRun) -> str:
-    averager = task.config.averager
-    return chosen_words(task.plan, averager.name, averager.options)
+    return f"{describe(task.plan)}, averager {task.recipe.averager}"
 
 
 def main(arguments: list[str] | None = None) -> int:

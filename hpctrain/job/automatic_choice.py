@@ -16,7 +16,6 @@ from hpctrain.config.load import flow
 from hpctrain.config.schema import Config
 from hpctrain.config.values import OPEN_SECTIONS
 from hpctrain.core.errors import CheckpointError, ConfigError, errors_as
-from hpctrain.parallel.parallel_plan import ParallelPlan
 
 if TYPE_CHECKING:  # a start without automatic sections must not import the planner
     from hpctrain.planner.costs.machine import Machine
@@ -118,9 +117,10 @@ class AutomaticChoice:
             config: configuration with the choice applied.
             graph: model lowered for one sample.
         """
-        plan = Recipe.of(config, grid=(config.grid.rows, max(1, self.ranks // config.grid.rows))).plan
+        recipe = Recipe.of(config, grid=(config.grid.rows, max(1, self.ranks // config.grid.rows)))
+        plan = recipe.plan
         clauses = [
-            f"{', '.join(self.sections)} auto: {chosen_words(plan, config.averager.name, config.averager.options)}",
+            f"{', '.join(self.sections)} auto: {describe(plan)}, averager {recipe.averager}",
             f"predicted {self.prediction.seconds:.3g} s per step",
             self.why,
         ]
@@ -145,12 +145,6 @@ class Resolved:
     machine: Machine | None = None
     lines: tuple[str, ...] = ()
     backend: Backend | None = field(default=None, compare=False)
-
-
-def chosen_words(plan: ParallelPlan, averager: str, options: Mapping[str, Any]) -> str:
-    """Return a short description of grid, plan and averager."""
-    with_options = f" ({', '.join(f'{option} {value}' for option, value in options.items())})" if options else ""
-    return f"{describe(plan)}, averager {averager}{with_options}"
 
 
 def predicted_step_of(prediction: Prediction, machine: Machine) -> PredictedStep:

@@ -33,7 +33,7 @@ def advantage(job: Job, result: SearchResult, machine: Machine) -> str:
         if gain < EQUAL_SHARE:
             return words
         one = fastest.candidate
-        return f"{words}; the fastest is {describe(one.plan)} with averager {one.averager.name}, {gain:.1%} faster"
+        return f"{words}; the fastest is {describe(one.plan)}, averager {one.averager}, {gain:.1%} faster"
     usual = "averaging alone" if taken.candidate.plan.rows > 1 else f"averager {default.candidate.averager.name}"
     if not default.fits:
         return f"{usual} does not fit in memory: it needs {gibibytes(default.prediction.memory_bytes)} per rank"
