@@ -1,7 +1,7 @@
-"""Reuse the automatic choice of an earlier start of the same job on the same nodes, from a file in the user's cache.
+"""Reuse measured links and automatic choices of earlier starts on the same nodes, from a file in the user's cache.
 
-The file has the choice and the times of long messages at that start. A later start measures these messages once, and reuses the
-choice if they take as long. Choices from disturbed measurements are not kept.
+The file has the times of messages at these starts. A later start measures these messages first. If they take as long, it reuses
+the choice for the same job, or else the links for a new choice. Disturbed measurements are not kept.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from hpctrain.core.errors import HpctrainError
 from hpctrain.core.files import read_bytes, user_directory
 from hpctrain.job.automatic_choice import AutomaticChoice, Resolved, model_digest
 from hpctrain.job.session import StartedJob, oversubscribed
+from hpctrain.planner.costs import machine_file
+from hpctrain.planner.costs.machine import Machine
 from hpctrain.planner.costs.operator_times import setting_here
 from hpctrain.planner.measure.calibration import check_links
 from hpctrain.run.automatic_search import choose, with_default_plan
@@ -31,9 +33,9 @@ from hpctrain.trace.time_budget import TimeBudget
 
 _log = logging.getLogger(__name__)
 
-# Largest relative difference of a message's time from that at the earlier start.
-_ALIKE = 0.15
-_MOST_CHOICES = 100
+# Largest difference of the messages' time from that at the earlier start: a share, and seconds that depend on the cores of ranks.
+_ALIKE, _ALIKE_SECONDS = 0.15, 1e-4
+_MOST_ENTRIES = 100
 # Sections of a configuration on which neither the choice nor the predicted step depends.
 _IRRELEVANT = {"name", "output", "seed", "epochs", "schedule", "metrics", "checkpoint", "max_time", "deadline_seconds", "trace"}
 
@@ -50,39 +52,39 @@ def choose_again(config: Config, started: StartedJob, resume: str | None, librar
     world, place, file = started.world, started.place(), path / "choices.json"
     backend = raise_on_all_ranks(world, lambda: make_backend(config.backend, config.dtype, config.precision, place))
     hosts, watch = (library, *world.allgather_object(platform.node())), TimeBudget()
-    key, kept, links, line = started.on_root(lambda: _kept(file, config, started, backend, hosts))
-    progress = ProgressEngine(rank=world.rank, deadline_seconds=started.deadline_seconds, abort=world.abort)
-    if kept is not None and all(
-        abs(now - before) <= _ALIKE * before for now, before in zip(check_links(world, progress), links, strict=False)
-    ):
+    now = check_links(world, ProgressEngine(rank=world.rank, deadline_seconds=started.deadline_seconds, abort=world.abort))
+    keys, kept, line, machine = started.on_root(lambda: _kept(file, config, started, backend, hosts, now))
+    if kept is not None:
         return Resolved(Recipe.of(kept.applied(config)), kept, None, (line,), backend)
-    resolved = choose(config, started, None, backend)
+    resolved = choose(config, started, None, backend, machine)
     crowded = oversubscribed(world.split_shared_memory("ranks of a node"), world, started.threads)
-    if crowded or not any(world.allgather_object(watch.is_busy)):
-        links = check_links(world, progress)
-        if world.rank == 0 and resolved.choice is not None:
-            _keep(file, key, {"links": links, "choice": resolved.choice.to_meta()})
+    quiet = crowded or not any(world.allgather_object(watch.is_busy))
+    if quiet and world.rank == 0 and resolved.choice is not None and resolved.machine is not None:
+        measured = {} if machine else {keys[1]: {"seconds": now, "machine": machine_file.text(resolved.machine)}}
+        _keep(file, {keys[0]: {"seconds": now, "choice": resolved.choice.to_meta()}, **measured})
     return resolved
 
 
 def _kept(
-    file: Path, config: Config, started: StartedJob, backend: Backend, hosts: Sequence[str]
-) -> tuple[str, AutomaticChoice | None, list[float], str]:
-    """Return (key of this job on these hosts, kept choice or None, seconds of its messages, line on the choice)."""
-    ranks = started.world.size
+    file: Path, config: Config, started: StartedJob, backend: Backend, hosts: Sequence[str], now: float
+) -> tuple[list[str], AutomaticChoice | None, str, Machine | None]:
+    """Return (keys of job and hosts, choice, its line, machine); choice or machine are None unless messages took about `now`."""
     setting = setting_here(backend.kernels, started.threads, max(map(list(hosts).count, hosts)))
-    task = with_default_plan(config, ranks, backend)
+    task = with_default_plan(config, started.world.size, backend)
     facts = (config.model_dump_json(exclude=_IRRELEVANT), model_digest(task), task.job.image_shape, str(setting), hosts)
-    key = hashlib.sha256(repr(facts).encode()).hexdigest()
-    entry = _read(file).get(key)
+    keys, entries = [hashlib.sha256(repr(of).encode()).hexdigest() for of in (facts, facts[-2:])], _read(file)
     try:
-        if entry is not None:
-            kept = AutomaticChoice.from_meta(entry["choice"], str(file))
+        times = {key: entries[key]["seconds"] for key in keys if key in entries}
+        same = {key for key in times if abs(now - times[key]) <= _ALIKE * times[key] + _ALIKE_SECONDS}
+        if keys[0] in same:
+            kept = AutomaticChoice.from_meta(entries[keys[0]]["choice"], str(file))
             line = f"{kept.line(kept.applied(config), task.job.graph_of(1))}; kept from an earlier start on these hosts"
-            return key, kept, [float(one) for one in entry["links"]], line
+            return keys, kept, line, None
+        if keys[1] in same:
+            return keys, None, "", machine_file.parse(entries[keys[1]]["machine"])
     except (HpctrainError, KeyError, TypeError, ValueError):
         _log.warning("Cannot read the choice of an earlier start in %s; it is made again.", file)
-    return key, None, [], ""
+    return keys, None, "", None
 
 
 def _read(file: Path) -> dict[str, Any]:
@@ -94,10 +96,10 @@ def _read(file: Path) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-def _keep(file: Path, key: str, entry: dict[str, Any]) -> None:
-    others = [item for item in _read(file).items() if item[0] != key]
+def _keep(file: Path, entries: dict[str, Any]) -> None:
+    others = [item for item in _read(file).items() if item[0] not in entries]
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        atomic_write.write_json(file, dict([*others[1 - _MOST_CHOICES :], (key, entry)]))
+        atomic_write.write_json(file, dict(others[len(entries) - _MOST_ENTRIES :]) | entries)
     except OSError as error:
         _log.warning("Cannot keep the choice in %s (%s); the next start makes it again.", file, error.strerror)

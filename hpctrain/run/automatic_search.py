@@ -69,11 +69,12 @@ class BestCandidate:
     backend: Backend | None = field(default=None, compare=False)
 
 
-def find(started: StartedJob, job: Job, space: SearchSpace, machine: str | None) -> BestCandidate:
+def find(started: StartedJob, job: Job, space: SearchSpace, machine: str | None, links: Machine | None = None) -> BestCandidate:
     """Return the candidate with the shortest predicted step on the ranks of a started job. Collective; the same on every rank.
 
     Args:
         machine: machine file, or name of an installed one; None: measure the machine.
+        links: machine with measured links, to be used if operators are timed; None: measure them.
 
     Raises:
         ConfigError: the machine file is invalid, or no plan fits the job.
@@ -81,13 +82,14 @@ def find(started: StartedJob, job: Job, space: SearchSpace, machine: str | None)
     used = None if machine is None else started.on_root(lambda: machine_file.read(machine).with_threads(started.threads))
     timed, limits = None, (started.threads, started.deadline_seconds)
     if job.kernels.arithmetic.on_host:
-        memory_bytes = None if used is None else used.memory_bytes
+        memory_bytes = known.memory_bytes if (known := used or links) else None
         timed = measured_times(started.world, job, space, *limits, _TIMING_SECONDS, memory_bytes)
-    kept = None
-    if used is None:
+    rates_of_job = None if timed is None else timed.rates
+    if used is None and links is not None and rates_of_job is not None:
+        used = replace(links, rates=rates_of_job, sources={**links.sources, "rates": "fitted to times of operators"})
+    elif used is None:
         dtypes = ("float32", "bfloat16") if job.dtype == "bfloat16" else ("float32",)
-        rates_of_job = None if timed is None else timed.rates
-        used = kept = measured(started.world, job.kernels, *limits, known_rates=rates_of_job, dtypes=dtypes)
+        used = measured(started.world, job.kernels, *limits, known_rates=rates_of_job, dtypes=dtypes)
     if note := used.estimate_note(job.dtype):
         _log.info(note)
     rates = RateCosts(used, job.dtype)
@@ -98,7 +100,7 @@ def find(started: StartedJob, job: Job, space: SearchSpace, machine: str | None)
     def best() -> BestCandidate:
         result = search(job, used, costs, started.world.size, space)
         predicted = predicted_step_of(result.best.prediction, used)
-        return BestCandidate(result.best.candidate, predicted, kept, advantage(job, result, used))
+        return BestCandidate(result.best.candidate, predicted, used if machine is None else None, advantage(job, result, used))
 
     return started.on_root(best)
 
@@ -174,12 +176,15 @@ def named(choice: Choice) -> tuple[str, dict[str, Any]]:
     return options.pop("name"), options
 
 
-def choose(config: Config, started: StartedJob, resume: str | None, backend: Backend | None = None) -> Resolved:
+def choose(
+    config: Config, started: StartedJob, resume: str | None, backend: Backend | None = None, links: Machine | None = None
+) -> Resolved:
     """Choose the sections that the configuration leaves open, from an earlier run or by a search. Collective over the world.
 
     Args:
         resume: run directory, checkpoint or keyword, see `find_checkpoint`; None: start a new run.
         backend: backend of this rank; None: make the configured one.
+        links: machine with the links of these hosts; None: measure them.
 
     Raises:
         ConfigError, DataError: the machine file is invalid, no plan fits the job, or the training file differs between ranks.
@@ -196,7 +201,7 @@ def choose(config: Config, started: StartedJob, resume: str | None, backend: Bac
     _check_same_images(config, world)
     task = raise_on_all_ranks(world, lambda: with_default_plan(config, world.size, backend))
     space = configured_space(config, world.size, kept_sections(config), task.job.kernels)
-    outcome = find(started, task.job, space, config.machine)
+    outcome = find(started, task.job, space, config.machine, links)
     values = with_candidate(config, outcome.candidate).model_dump(mode="json")
     chosen = {section: values[section] for section in config.automatic}
     choice = AutomaticChoice(chosen, world.size, model_digest(task), outcome.prediction, outcome.why)

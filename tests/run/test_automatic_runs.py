@@ -26,7 +26,7 @@ from hpctrain.parallel.parallel_plan import Parallelism, ParallelPlan
 from hpctrain.planner import planned_run
 from hpctrain.planner.costs import machine_file
 from hpctrain.planner.costs.machine import Link, LinkSegment, Machine, OperatorClass, OperatorRate
-from hpctrain.planner.costs.operator_times import OperatorTimes, cache_file
+from hpctrain.planner.costs.operator_times import OperatorTimes, Setting, cache_file
 from hpctrain.planner.job import Candidate
 from hpctrain.planner.measure import calibration, measurement, program_timing
 from hpctrain.planner.measure.measurement import TimedOperators, measured_times
@@ -213,31 +213,50 @@ def test_what_another_resume_leaves_open_is_decided_again(folder: Path, search: 
     )
 
 
-def test_a_start_on_the_same_nodes_keeps_the_choice_unless_its_links_have_changed(
+def test_a_start_on_the_same_nodes_keeps_the_links_and_the_choice_unless_the_links_have_changed(
     folder: Path, search: _Search, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Find a choice for another link, model, batch or library that is reused, and one from disturbed measurements."""
-    links = [0.1, 0.3]
-    monkeypatch.setattr(start_search, "measured", lambda *arguments, **options: planned.machine())
-    monkeypatch.setattr(earlier_choices, "check_links", lambda comm, progress: list(links))
+    """Find a choice for another link, model, batch or library that is reused, and one from disturbed measurements.
+
+    Also find links that are measured again for another job, and rates of an earlier job instead of this one's.
+    """
+    seconds, measured, machine = [0.4], list[Machine](), planned.machine()
+    rates = dict.fromkeys(machine.rates, RATE)
+    timed = TimedOperators(OperatorTimes(Setting("", "")), frozenset(), rates)
+
+    def measure(comm: Communicator, *_: Any, **__: Any) -> Machine:
+        measured.extend([machine] * (comm.rank == 0))
+        return machine
+
+    monkeypatch.setattr(start_search, "measured", measure)
+    monkeypatch.setattr(start_search, "measured_times", lambda *arguments: timed)
+    monkeypatch.setattr(earlier_choices, "check_links", lambda comm, progress: seconds[0])
     monkeypatch.setattr(earlier_choices, "oversubscribed", lambda *arguments: False)
     monkeypatch.setattr(time_budget, "_BUSY_SHARE", -1.0)
 
-    def searches(*overrides: str, library: str = "MPI 1") -> int:
-        config, before = _config(folder, "machine=null", *overrides), len(search.spaces)
+    def searches(*overrides: str, library: str = "MPI 1") -> str:
+        config, before, already = _config(folder, "machine=null", *overrides), len(search.spaces), len(measured)
         first, second = run_virtual(2, lambda comm: choose_again(config, StartedJob(comm, 1, 60.0), None, library))
-        assert first.choice == second.choice
-        assert ("kept from an earlier start" in first.lines[0]) == (len(search.spaces) == before)
-        return len(search.spaces) - before
+        assert (first.choice, first.machine) == (second.choice, second.machine)
+        if len(search.spaces) == before:
+            assert "kept from an earlier start" in first.lines[0]
+            return "choice"
+        assert first.machine is not None
+        assert first.machine.between == machine.between
+        assert first.machine.rates == (rates if len(measured) == already else machine.rates)
+        return "nothing" if len(measured) > already else "links"
 
-    assert [searches(), searches()] == [1, 1]
+    assert [searches(), searches()] == ["nothing", "nothing"]
     monkeypatch.setattr(time_budget, "_BUSY_SHARE", 9.0)
-    assert [searches(), searches(), searches("epochs=2")] == [1, 0, 0]
-    assert [searches("batch=6"), searches("model.hidden=6"), searches(library="MPI 2")] == [1, 1, 1]
-    links[1] = 0.32
-    assert searches() == 0
-    links[1] = 0.36
-    assert [searches(), searches()] == [1, 0]
+    assert [searches(), searches(), searches("epochs=2")] == ["nothing", "choice", "choice"]
+    assert [searches("batch=6"), searches("model.hidden=6"), searches(library="MPI 2")] == ["links", "links", "nothing"]
+    seconds[0] = 0.43
+    assert [searches(), searches("batch=4")] == ["choice", "links"]
+    seconds[0] = 0.48
+    assert [searches("batch=4"), searches("batch=6"), searches()] == ["choice", "nothing", "links"]
+    file = folder / "cache" / "hpctrain" / "choices.json"
+    file.write_text(json.dumps({key: {} for key in json.loads(file.read_text())}))
+    assert [searches(), searches()] == ["nothing", "choice"]
 
 
 def test_a_run_without_checkpoints_has_no_choice_to_keep(folder: Path, search: _Search) -> None:

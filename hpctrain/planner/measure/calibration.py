@@ -336,14 +336,15 @@ def _slowest(rates_of_ranks: Sequence[Mapping[OperatorClass, OperatorRate]]) -> 
     return {kind: slowest_rate([rates[kind] for rates in rates_of_ranks]) for kind in rates_of_ranks[0]}
 
 
-def check_links(comm: Communicator, progress: ProgressEngine) -> list[float]:
-    """Return the seconds of two long messages within and between nodes, in one pass. Collective; the same on every rank."""
+def check_links(comm: Communicator, progress: ProgressEngine) -> float:
+    """Return the seconds of short messages within nodes and long ones between nodes, in sum. Collective; the same everywhere."""
     node = comm.split_shared_memory("check of links")
     layout = _Layout(node_numbers(comm, node), tuple(comm.allgather_object(node.rank)))
-    kinds = [_pair_within] * (layout.ranks_per_node > 1) + [_pair_between] * (layout.nodes > 1)
-    once = replace(QUICK, sizes=QUICK.sizes[-2:], passes=1)
-    points = (LinkProbe(comm, kind(comm, layout), progress).measure(once, details=False) for kind in kinds)
-    return [sum(point.seconds for point in of_kind) for of_kind in points]
+    tiny, short, *long = QUICK.sizes
+    # Pauses and long messages would vary where ranks of a node share a core, because they take turns.
+    kinds = [(_pair_within, [tiny, short])] * (layout.ranks_per_node > 1) + [(_pair_between, [tiny, *long])] * (layout.nodes > 1)
+    probes = ((LinkProbe(comm, pair(comm, layout), progress), replace(QUICK, sizes=tuple(of), passes=1)) for pair, of in kinds)
+    return sum(point.seconds for probe, once in probes for point in probe.measure(once, details=False))
 
 
 def _pair_within(comm: Communicator, layout: _Layout) -> Communicator | None:

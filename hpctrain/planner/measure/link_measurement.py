@@ -145,7 +145,7 @@ class LinkProbe:
         self._all_ranks, self._pair, self._progress = all_ranks, pair, progress
         self._meeting = pair if at_once is None else at_once
         self._queue = None if pair is None else progress.queue(pair)
-        self._written = np.ones(0 if pair is None else _cache_bytes() // 4, np.float32)
+        self._written = np.ones(0, np.float32)
 
     def measure(self, effort: Effort = THOROUGH, *, details: bool = True, budget_seconds: float = math.inf) -> list[MessagePoint]:
         """Return a point for each size: medians over the ranks with partners. Collective over `all_ranks`.
@@ -158,6 +158,8 @@ class LinkProbe:
             details: whether to measure more than the time of one operation.
         """
         begin, sizes = self._progress.now(), effort.sizes
+        if details and self._pair is not None:
+            self._written = np.ones(_cache_bytes() // 4, np.float32)
         if self._pair is not None:
             self._seconds([self._gather(sizes[0])], _REPEATS_SHORT, 0.0)  # because connections are made at their first use
         passes: list[list[MessagePoint]] = []
