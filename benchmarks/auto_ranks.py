@@ -24,7 +24,7 @@ from hpctrain.comm.groups import ProcessGrid
 from hpctrain.comm.progress import ProgressMode
 from hpctrain.config.load import from_mapping
 from hpctrain.job.automatic_choice import Resolved
-from hpctrain.job.session import StartedJob
+from hpctrain.job.session import StartedJob, on_root
 from hpctrain.launch.scheduler import age_seconds
 from hpctrain.nn.network import Network
 from hpctrain.parallel.groups import GridGroups
@@ -96,10 +96,10 @@ class AutoRank(Turns):
         seconds = {"choice_seconds": time.perf_counter() - begin, "start_seconds": age_seconds(), "phases": recorded.seconds}
         self.choice: dict[str, Any] = {**seconds, "lines": list(resolved.lines)}
         self.say(f"chosen: {self.choice}")
-        tasks = self._tasks(resolved, started.on_root(recorded.second))
+        tasks = self._tasks(resolved, on_root(started.world, recorded.second))
         self.names = {name: _words(task) for name, task in tasks.items()}
         self.tasks = {_words(task): task for task in tasks.values()}  # a variant that equals another is measured once
-        self.predicted = started.on_root(lambda: recorded.predicted(self.tasks))
+        self.predicted = on_root(started.world, lambda: recorded.predicted(self.tasks))
         self._networks: dict[str, Network] = {}
         self.variants = {words: self._variant(task) for words, task in self.tasks.items()}
 

@@ -47,11 +47,11 @@ class StartedJob:
         node = self.world.split_shared_memory("ranks of a node")
         return NodePlace(self.world.size, node.rank, node.size)
 
-    def on_root(self, work: Callable[[], Result]) -> Result:
-        """Run `work` on rank 0, and return its result or raise its error on every rank. Collective."""
-        on_rank_0 = raise_on_all_ranks(self.world, lambda: work() if self.world.rank == 0 else None)
-        result: Result = self.world.broadcast_object(on_rank_0)
-        return result
+
+def on_root(world: Communicator, work: Callable[[], Result]) -> Result:
+    """Run `work` on rank 0, and return its result or raise its error on every rank. Collective."""
+    result: Result = world.broadcast_object(raise_on_all_ranks(world, lambda: work() if world.rank == 0 else None))
+    return result
 
 
 Cpus = frozenset[int]

@@ -22,7 +22,7 @@ from hpctrain.config.schema import Config
 from hpctrain.core.errors import HpctrainError
 from hpctrain.core.files import read_bytes, user_directory
 from hpctrain.job.automatic_choice import AutomaticChoice, Resolved, model_digest
-from hpctrain.job.session import StartedJob, oversubscribed
+from hpctrain.job.session import StartedJob, on_root, oversubscribed
 from hpctrain.planner.costs import machine_file
 from hpctrain.planner.costs.machine import Machine
 from hpctrain.planner.costs.operator_times import setting_here
@@ -53,7 +53,7 @@ def choose_again(config: Config, started: StartedJob, resume: str | None, librar
     backend = raise_on_all_ranks(world, lambda: make_backend(config.backend, config.dtype, config.precision, place))
     hosts, watch = (library, *world.allgather_object(platform.node())), TimeBudget()
     now = check_links(world, ProgressEngine(rank=world.rank, deadline_seconds=started.deadline_seconds, abort=world.abort))
-    keys, kept, line, machine = started.on_root(lambda: _kept(file, config, started, backend, hosts, now))
+    keys, kept, line, machine = on_root(started.world, lambda: _kept(file, config, started, backend, hosts, now))
     if kept is not None:
         return Resolved(Recipe.of(kept.applied(config)), kept, None, (line,), backend)
     resolved = choose(config, started, None, backend, machine)

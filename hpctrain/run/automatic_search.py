@@ -29,7 +29,7 @@ from hpctrain.job.automatic_choice import (
     model_digest,
     predicted_step_of,
 )
-from hpctrain.job.session import StartedJob
+from hpctrain.job.session import StartedJob, on_root
 from hpctrain.nn.layers import Layer
 from hpctrain.nn.network import Lowering
 from hpctrain.optim.base import Optimizer
@@ -79,7 +79,7 @@ def find(started: StartedJob, job: Job, space: SearchSpace, machine: str | None,
     Raises:
         ConfigError: the machine file is invalid, or no plan fits the job.
     """
-    used = None if machine is None else started.on_root(lambda: machine_file.read(machine).with_threads(started.threads))
+    used = None if machine is None else on_root(started.world, lambda: machine_file.read(machine).with_threads(started.threads))
     timed, limits = None, (started.threads, started.deadline_seconds)
     if job.kernels.arithmetic.on_host:
         memory_bytes = known.memory_bytes if (known := used or links) else None
@@ -102,7 +102,7 @@ def find(started: StartedJob, job: Job, space: SearchSpace, machine: str | None,
         predicted = predicted_step_of(result.best.prediction, used)
         return BestCandidate(result.best.candidate, predicted, used if machine is None else None, advantage(job, result, used))
 
-    return started.on_root(best)
+    return on_root(started.world, best)
 
 
 #: name, or mapping of "name" and options, as in a configuration
@@ -195,7 +195,7 @@ def choose(
     if world.size == 1:  # all choices are the same, so nothing is measured
         return Resolved(Recipe.of(with_defaults(config)), backend=backend)
     source = None if resume is None else find_checkpoint(world, config.output, config.name, resume)
-    kept, lines = started.on_root(lambda: _stored(config, world.size, source, backend))
+    kept, lines = on_root(started.world, lambda: _stored(config, world.size, source, backend))
     if kept is not None:
         return Resolved(Recipe.of(kept.applied(config)), kept, None, lines, backend)
     _check_same_images(config, world)
@@ -217,9 +217,8 @@ def _check_same_images(config: Config, world: Communicator) -> None:
     """
     path = config.data.train
     exists = path == SYNTHETIC or Path(path).exists()
-    compare(
-        world, Subject("another data.train", f"give all nodes the same {path}", {"whether it exists": exists}, error=DataError)
-    )
+    advice, facts = f"give all nodes the same {path}", {"whether it exists": exists}
+    compare(world, Subject("another data.train", advice, facts, error=DataError))
     if exists:
         open_alike(world, config, ("train",))
 

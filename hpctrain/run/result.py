@@ -12,7 +12,7 @@ from typing import Any
 
 from hpctrain.core.errors import HpctrainError
 from hpctrain.flight.recorder import RunPhase
-from hpctrain.job.session import Session, StartedJob
+from hpctrain.job.session import Session, on_root
 from hpctrain.runs.directory import BestRecord, RunDirectory, read_best
 from hpctrain.training.metrics import epoch_values
 from hpctrain.training.trainer import Outcome
@@ -61,7 +61,7 @@ def stored_result(session: Session, directory: RunDirectory, outcome: Outcome, s
     def read() -> tuple[BestRecord | None, tuple[EpochValues, ...]]:
         return read_best(directory.checkpoints), tuple(history(directory.metrics()))
 
-    best, epochs = StartedJob(session.world, session.threads.threads, session.config.deadline_seconds).on_root(read)
+    best, epochs = on_root(session.world, read)
     return TrainingResult(directory.path, position.epoch, position.global_step, metrics, best, epochs, stopped, test)
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import yaml
 
@@ -32,7 +32,7 @@ from hpctrain.core.text import counted
 from hpctrain.data.image_file import DataFacts, ImageFile, with_class_order
 from hpctrain.job.ownership import RunOwnership
 from hpctrain.job.same_start import is_trusted
-from hpctrain.job.session import Session
+from hpctrain.job.session import Session, on_root
 from hpctrain.launch.scheduler import own_job
 from hpctrain.run.images import open_alike
 from hpctrain.runs import directory
@@ -44,8 +44,6 @@ from hpctrain.storage.hdf5_store import ShardedTensors, ShardFacts, root_digest
 from hpctrain.storage.shards import manifest_digest, open_sharded, shares
 from hpctrain.training.metrics import Reporter
 from hpctrain.training.snapshot import Position
-
-Shared = TypeVar("Shared")
 
 _log = logging.getLogger(__name__)
 
@@ -80,11 +78,11 @@ def find_checkpoint(
     Raises:
         CheckpointError: the source does not exist, cannot be read, or has no intact checkpoint.
     """
-    candidates, tried = _of_root(world, lambda: _candidates(output, name, source)), set[Path]()
+    candidates, tried = on_root(world, lambda: _candidates(output, name, source)), set[Path]()
     while (path := next((path for path in candidates.paths if path not in tried), None)) is not None:
-        run = _of_root(world, partial(_run_of, path))
+        run = on_root(world, partial(_run_of, path))
         if take is not None and run is not None and take(run):
-            candidates = _of_root(world, lambda: _candidates(output, name, source))
+            candidates = on_root(world, lambda: _candidates(output, name, source))
             continue
         tried.add(path)
         try:
@@ -115,7 +113,7 @@ def read_together(world: Communicator, path: Path) -> CheckpointContent:
         _compare(world, path, content.meta.get("global_step"), lambda: root_digest(path))
         return content
     _compare(world, path, None, lambda: manifest_digest(path))
-    shards, meta = _of_root(world, lambda: _manifest(path))
+    shards, meta = on_root(world, lambda: _manifest(path))
     tensors = ShardedTensors(path, shards)
     own = shares([shard.size for shard in shards], world.size)[world.rank]
     places = raise_on_all_ranks(world, lambda: tensors.verify(own))
@@ -132,12 +130,6 @@ def _compare(world: Communicator, path: Path, step: object, digest: Callable[[],
         sha256 = raise_on_all_ranks(world, digest)
         facts = {**({} if step is None else {"global_step": step}), "sha256": sha256[:16]}
         compare(world, Subject("another checkpoint", f"give all nodes the same {path}", facts))
-
-
-def _of_root(world: Communicator, work: Callable[[], Shared]) -> Shared:
-    """Return the result of rank 0's work on every rank, or raise its error there. Collective."""
-    result: Shared = world.broadcast_object(raise_on_all_ranks(world, lambda: work() if world.rank == 0 else None))
-    return result
 
 
 def _manifest(path: Path) -> tuple[Sequence[ShardFacts], Mapping[str, object]]:

@@ -19,7 +19,7 @@ from hpctrain.config.schema import SYNTHETIC, Config, DataConfig, ScheduleConfig
 from hpctrain.config.values import SLURM
 from hpctrain.core.errors import ConfigError
 from hpctrain.core.text import counted
-from hpctrain.job.session import StartedJob
+from hpctrain.job.session import StartedJob, on_root
 from hpctrain.models import catalogue
 
 #: suffix of the run's name, so that `--resume auto` and other runs of the configuration do not find the trial
@@ -44,7 +44,7 @@ def smoke_trial(config: Config, started: StartedJob) -> SmokeTrial:
     Raises:
         HpctrainError: the configuration and the existing files do not fit each other.
     """
-    return started.on_root(lambda: shortened(config, started.world.size))
+    return on_root(started.world, lambda: shortened(config, started.world.size))
 
 
 def shortened(config: Config, ranks: int) -> SmokeTrial:

@@ -37,7 +37,7 @@ from hpctrain.process import earlier_choices
 from hpctrain.process.earlier_choices import choose_again
 from hpctrain.run import automatic_search as start_search
 from hpctrain.run import build
-from hpctrain.run.automatic_search import Automatic, StartedJob, named, optimizer_factory
+from hpctrain.run.automatic_search import Automatic, StartedJob, named, on_root, optimizer_factory
 from hpctrain.runs.directory import RunDirectory
 from hpctrain.storage import checkpoint
 from hpctrain.storage.checkpoint import CheckpointContent
@@ -365,10 +365,10 @@ def test_work_of_rank_0_that_fails_fails_everywhere() -> None:
 
     def program(comm: Communicator) -> None:
         with pytest.raises(ConfigError, match="nothing to choose from"):
-            StartedJob(comm, 1, 60.0).on_root(fail)
+            on_root(comm, fail)
 
     run_virtual(2, program)
-    assert run_virtual(2, lambda comm: StartedJob(comm, 1, 60.0).on_root(lambda: comm.rank + 7)) == [7, 7]
+    assert run_virtual(2, lambda comm: on_root(comm, lambda: comm.rank + 7)) == [7, 7]
 
 
 def _times(comm: ThreadCommunicator, budget_seconds: float, space: SearchSpace) -> TimedOperators:
