@@ -1,7 +1,7 @@
 """Print machines, predictions and search results as tables, with notes below.
 
-Every predicted number is marked as simulated. The table of a search shows the best choices, their plans in words, and
-the comparison of the best one with the default.
+Every predicted number is marked as simulated. A search prints the best choices, their plans in words, and a
+comparison of the best one with the default.
 """
 
 from __future__ import annotations

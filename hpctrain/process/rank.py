@@ -122,7 +122,7 @@ class RankProcess:
 
         Args:
             read: see `ReadConfig`.
-            trains: whether a training follows: its modules are loaded, and its data files checked before anything is measured.
+            trains: whether to load the modules of a training, and to check its data files before `auto` measures.
             resume: earlier run of `--resume`, whose automatic choices are reused.
         """
         prepared = self._prepared(read)  # steps 7 and 8

@@ -486,7 +486,7 @@ def _introduce(session: Session, setup: TrainingSetup, reporter: Reporter, limit
     config, network = session.config, setup.replica.network
     count = sum(math.prod(spec.shape) for spec in network.parameter_specs.values())
     flops = network.model.flops(TensorSpec((1, *network.image_shape)))
-    grid = "" if session.resolved.choice else f" as {describe(session.recipe.plan)}"  # which the line of the choice states
+    grid = "" if session.resolved.choice else f" as {describe(session.recipe.plan)}"  # the line of the choice has the grid
     for line in session.resolved.lines:
         reporter.say(line)
     reporter.say(f"{counted(session.world.size, 'rank')}{grid}, launcher {session.launcher.name}")

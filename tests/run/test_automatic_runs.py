@@ -234,8 +234,8 @@ def test_a_start_on_the_same_nodes_keeps_the_links_and_the_choice_unless_the_lin
     monkeypatch.setattr(earlier_choices, "oversubscribed", lambda *arguments: False)
     monkeypatch.setattr(time_budget, "_BUSY_SHARE", -1.0)
 
-    def searches(*overrides: str, library: str = "MPI 1") -> str:
-        config, before, already = _config(folder, "machine=null", *overrides), len(search.spaces), len(measured)
+    def reused(*overrides: str, library: str = "MPI 1") -> str:
+        config, before, measured_before = _config(folder, "machine=null", *overrides), len(search.spaces), len(measured)
         first, second = run_virtual(2, lambda comm: choose_again(config, StartedJob(comm, 1, 60.0), None, library))
         assert (first.choice, first.machine) == (second.choice, second.machine)
         if len(search.spaces) == before:
@@ -243,20 +243,20 @@ def test_a_start_on_the_same_nodes_keeps_the_links_and_the_choice_unless_the_lin
             return "choice"
         assert first.machine is not None
         assert first.machine.between == machine.between
-        assert first.machine.rates == (rates if len(measured) == already else machine.rates)
-        return "nothing" if len(measured) > already else "links"
+        assert first.machine.rates == (rates if len(measured) == measured_before else machine.rates)
+        return "nothing" if len(measured) > measured_before else "links"
 
-    assert [searches(), searches()] == ["nothing", "nothing"]
+    assert [reused(), reused()] == ["nothing", "nothing"]
     monkeypatch.setattr(time_budget, "_BUSY_SHARE", 9.0)
-    assert [searches(), searches(), searches("epochs=2")] == ["nothing", "choice", "choice"]
-    assert [searches("batch=6"), searches("model.hidden=6"), searches(library="MPI 2")] == ["links", "links", "nothing"]
+    assert [reused(), reused(), reused("epochs=2")] == ["nothing", "choice", "choice"]
+    assert [reused("batch=6"), reused("model.hidden=6"), reused(library="MPI 2")] == ["links", "links", "nothing"]
     seconds[0] = 0.43
-    assert [searches(), searches("batch=4")] == ["choice", "links"]
+    assert [reused(), reused("batch=4")] == ["choice", "links"]
     seconds[0] = 0.48
-    assert [searches("batch=4"), searches("batch=6"), searches()] == ["choice", "nothing", "links"]
+    assert [reused("batch=4"), reused("batch=6"), reused()] == ["choice", "nothing", "links"]
     file = folder / "cache" / "hpctrain" / "choices.json"
     file.write_text(json.dumps({key: {} for key in json.loads(file.read_text())}))
-    assert [searches(), searches()] == ["nothing", "choice"]
+    assert [reused(), reused()] == ["nothing", "choice"]
 
 
 def test_a_run_without_checkpoints_has_no_choice_to_keep(folder: Path, search: _Search) -> None:

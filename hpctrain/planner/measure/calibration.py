@@ -337,13 +337,13 @@ def _slowest(rates_of_ranks: Sequence[Mapping[OperatorClass, OperatorRate]]) -> 
 
 
 def check_links(comm: Communicator, progress: ProgressEngine) -> float:
-    """Return the seconds of short messages within nodes and long ones between nodes, in sum. Collective; the same everywhere."""
+    """Return the total seconds of short messages within and long ones between nodes. Collective; the same on every rank."""
     node = comm.split_shared_memory("check of links")
     layout = _Layout(node_numbers(comm, node), tuple(comm.allgather_object(node.rank)))
     tiny, short, *long = QUICK.sizes
-    # Pauses and long messages would vary where ranks of a node share a core, because they take turns.
-    kinds = [(_pair_within, [tiny, short])] * (layout.ranks_per_node > 1) + [(_pair_between, [tiny, *long])] * (layout.nodes > 1)
-    probes = ((LinkProbe(comm, pair(comm, layout), progress), replace(QUICK, sizes=tuple(of), passes=1)) for pair, of in kinds)
+    # Within nodes, messages are short and without pauses: ranks that share a core take turns, so that others would vary.
+    kinds = [(_pair_within, (tiny, short))] * (layout.ranks_per_node > 1) + [(_pair_between, (tiny, *long))] * (layout.nodes > 1)
+    probes = ((LinkProbe(comm, pair(comm, layout), progress), replace(QUICK, sizes=sizes, passes=1)) for pair, sizes in kinds)
     return sum(point.seconds for probe, once in probes for point in probe.measure(once, details=False))
 
 

@@ -42,7 +42,7 @@ def advantage(job: Job, result: SearchResult, machine: Machine) -> str:
     words = f"{ratio:.2g} times as fast as" if ratio >= _TIMES_RATIO else f"{ratio - 1:.0%} faster than"
     gain, less_exposed = before.seconds - after.seconds, before.exposed_seconds - after.exposed_seconds
     if 2 * less_exposed < gain:
-        cause = f"a step takes {short_seconds(gain - less_exposed)} less of each core"
+        cause = f"each rank is busy {short_seconds(gain - less_exposed)} less per step"
     else:
         averaged, exchanged = _averaged_bytes(job, default.candidate, machine.ranks_per_node)
         averaged_then, _ = _averaged_bytes(job, taken.candidate, machine.ranks_per_node)
