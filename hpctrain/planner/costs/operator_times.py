@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import platform
 from bisect import bisect_left
@@ -191,6 +192,12 @@ class OperatorTimes:
         """Store a time, replacing an earlier one with the same key."""
         self._exact[key] = seconds
         self._families.setdefault(key.family, {})[key.extents] = seconds
+
+    def take_shorter(self, other: OperatorTimes) -> None:
+        """Replace times by those of `other` for the same operators if these are shorter in sum."""
+        if sum(other._exact.values()) < sum(self._exact.get(key, math.inf) for key in other._exact):
+            for key, seconds in other._exact.items():
+                self.put(key, seconds)
 
     def measured(self, key: OperatorKey) -> bool:
         """Return whether an operator with nearly these extents was measured; details may differ."""
