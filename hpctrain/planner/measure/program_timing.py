@@ -459,7 +459,7 @@ def ensure_measured(
             at the end, and its shorter times count, because a disturbance rarely lasts that long.
         before: callback before each step: a barrier.
     """
-    timed, covered, programs, first_seconds = 0, list[Candidate](), list[RankProgram](), 0.0
+    timed, covered, programs, first_seconds, whole_budget = 0, list[Candidate](), list[RankProgram](), 0.0, budget.seconds
     for number, candidate in enumerate(candidates):
         found: list[RankProgram] = []
         if number == basis > 0:
@@ -477,7 +477,7 @@ def ensure_measured(
             covered.append(candidate)
             programs += found
         first_seconds = first_seconds or time.perf_counter() - budget.begin
-    again = OperatorTimes(times.setting)
-    if timed and basis and budget.allows(first_seconds) and programs[0].measure(again, repeats, before, budget):
+    again, budget.seconds = OperatorTimes(times.setting), whole_budget
+    if timed and programs and basis and budget.allows(first_seconds) and programs[0].measure(again, repeats, before, budget):
         times.take_shorter(again)
     return Coverage(timed, tuple(covered), tuple(timing for one in programs for timing in one.timings(times)))
