@@ -307,9 +307,11 @@ def slice_bytes(least: int, total_bytes: int, ranks: int, link: LinkModel | None
     Several slices are in flight and hide each other's latency, but not their processor time: c for each of the P - 1 messages of
     a reduction and of a gather. k slices of n / k bytes cost 2 k (P - 1) c of processor time. The last slice, which nothing
     hides, takes twice (P - 1) / P n / k beta. The sum is smallest for slices of sqrt(n P c / beta) bytes. The result is the
-    nearest power of two times `least`, up to the size at which slices are always cut.
+    nearest power of two times `least`, up to the size at which slices are always cut; this size on one rank, which sends nothing.
     """
-    if ranks == 1 or link is None or link.beta_seconds_per_byte == 0.0:
+    if ranks == 1:
+        return max(least, _LARGEST_BYTES)
+    if link is None or link.beta_seconds_per_byte == 0.0:
         return least
     best = math.sqrt(total_bytes * ranks * link.operation_seconds / link.beta_seconds_per_byte)
     doublings = max(0, round(math.log2(max(best, 1.0) / least)))
