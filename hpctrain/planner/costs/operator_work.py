@@ -13,6 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from hpctrain.backend.arithmetic import Arithmetic
+from hpctrain.backend.host_arithmetic import HostArithmetic
 from hpctrain.backend.operators import Operator, SufficientFactors
 from hpctrain.backend.specs import BatchNormSpec, Conv2dSpec, LinearSpec, Spec, WithRelu, item_bytes
 from hpctrain.core.intervals import size_of
@@ -90,7 +92,7 @@ def _local_size(share: Transfer) -> int:
     return 0 if share.local is None else size_of(share.local[0])
 
 
-_WARM_UP, _MOST_ELEMENTS = 2, 1 << 24
+_WARM_UP, _MOST_ELEMENTS, _SLICE_ELEMENTS = 2, 1 << 24, 1 << 19
 
 
 @dataclass(frozen=True)
@@ -127,11 +129,16 @@ def products_of(plan: ExecutionPlan, samples: int) -> list[FactorProduct]:
 
 
 def time_product(
-    product: FactorProduct, dtype: str, steps: int, clock: Callable[[], float], before: Callable[[], None] = lambda: None
+    product: FactorProduct,
+    dtype: str,
+    steps: int,
+    clock: Callable[[], float],
+    before: Callable[[], None] = lambda: None,
+    arithmetic: Arithmetic | None = None,
 ) -> float:
     """Return the median of the times, by `clock`, of `steps` products of random matrices of `dtype`, after two warm-up products.
 
-    The time of a large product follows from that of a part of its rows.
+    Rows are computed in slices, as a step does. The time of a large product follows from that of a part of its rows.
 
     Args:
         before: callback before each product, see `TimedProgram.measure`.
@@ -141,11 +148,14 @@ def time_product(
         random.standard_normal((product.samples, width), np.float32).astype(dtype) for width in (rows, product.outputs)
     )
     gradient = np.zeros((rows, product.outputs), dtype)
+    multiply = (arithmetic if isinstance(arithmetic, HostArithmetic) else HostArithmetic()).multiply
+    part = max(1, _SLICE_ELEMENTS // product.outputs)
     seconds = []
     for _ in range(_WARM_UP + steps):
         before()
         begin = clock()
-        np.matmul(inputs.T, errors, out=gradient)
+        for low in range(0, rows, part):
+            multiply(inputs[:, low : low + part].T, errors, gradient[low : low + part])
         seconds.append(clock() - begin)
     return float(np.median(seconds[_WARM_UP:])) * product.inputs / rows
 
