@@ -1,7 +1,7 @@
 """Automatic choices: searched by rank 0, equal on all ranks, kept by resumed runs; machines and operator times."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -389,6 +389,23 @@ def test_what_was_measured_once_on_a_quiet_machine_is_known_afterwards(tmp_path:
     monkeypatch.setattr(program_timing.TimedProgram, "measure", lambda *arguments: pytest.fail("measured again"))
     again, _ = run_virtual(2, partial(_times, budget_seconds=60.0, space=space))
     assert (len(again.times), again.uses) == (len(first.times), {(1, Parallelism.BATCH)})
+
+
+def test_nodes_time_different_candidates_and_each_core_times_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Find times that rank 0 lacks, candidates that two nodes time, and ranks of a core that slow each other down."""
+    asked, of_candidate = list[tuple[int, int]](), program_timing.rank_programs
+
+    def noted(job: planned.Job, candidate: Candidate) -> Iterator[program_timing.RankProgram]:
+        asked.append((candidate.plan.rows, candidate.plan.cols))
+        return of_candidate(job, candidate)
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(measurement, "usable_cores", lambda cpus: 1)
+    monkeypatch.setattr(program_timing, "rank_programs", noted)
+    found = run_virtual(4, partial(_times, budget_seconds=60.0, space=SearchSpace()), ranks_per_node=2)
+    assert sorted(asked) == [(1, 4), (2, 2), (2, 2), (4, 1), (4, 1)]
+    assert {rows for rows, _ in found[0].uses} == {1, 2, 4}
+    assert all((one.uses, one.rates) == (found[0].uses, found[0].rates) for one in found)
 
 
 def test_a_cache_that_cannot_be_written_is_no_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

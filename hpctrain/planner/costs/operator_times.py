@@ -193,6 +193,12 @@ class OperatorTimes:
         self._exact[key] = seconds
         self._families.setdefault(key.family, {})[key.extents] = seconds
 
+    def add_missing(self, other: OperatorTimes) -> None:
+        """Store the times of operators that only `other` has."""
+        for key, seconds in other._exact.items():
+            if key not in self._exact:
+                self.put(key, seconds)
+
     def take_shorter(self, other: OperatorTimes) -> None:
         """Replace times by those of `other` for the same operators if these are shorter in sum."""
         if sum(other._exact.values()) < sum(self._exact.get(key, math.inf) for key in other._exact):

@@ -21,6 +21,7 @@ from threadpoolctl import threadpool_limits
 
 from hpctrain.backend.operators import KernelSet
 from hpctrain.comm.base import Communicator, raise_on_all_ranks
+from hpctrain.comm.groups import node_numbers
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.core.errors import ConfigError
 from hpctrain.launch.threads import usable_cores
@@ -79,8 +80,9 @@ def _memory_bytes() -> int:
 
 
 NAME = "measured at the run"
-# Pure data parallelism, and split layers with which it mixes best: without times of both, all predictions follow from rates.
-_BASIS = 2
+# Pure data parallelism, and split layers on the first grids, which mix best with it: without times of all, predictions follow
+# from rates.
+_BASIS = 3
 
 
 def measured(
@@ -154,7 +156,9 @@ def measured_times(
     budget_seconds: float,
     memory_bytes: int | None = None,
 ) -> TimedOperators:
-    """Measure the operators of likely candidates while all ranks compute; rank 0 stores the times. Collective over `world`.
+    """Measure the operators of likely candidates while all cores compute; rank 0 stores the times. Collective over `world`.
+
+    Of ranks that share cores, only as many measure as there are cores. Nodes measure different candidates at the same time.
 
     Args:
         memory_bytes: memory of a rank, which candidates must not exceed. None: an equal share of this node's, on a new machine.
@@ -164,31 +168,44 @@ def measured_times(
     """
     progress = ProgressEngine(rank=world.rank, deadline_seconds=deadline_seconds, abort=world.abort)
     node = world.split_shared_memory("node")
-    times = OperatorTimes(setting_here(job.kernels, threads, node.size), cache_file() if world.rank == 0 else None)
-    _log.info("timing operators of %s%s, for up to 10 s", job.model, "" if memory_bytes else " and messages")
+    cores = usable_cores(frozenset[int]().union(*node.allgather_object(os.sched_getaffinity(0))))
     candidates = sorted(_likely(job, space, world.size), key=lambda one: one.plan.default is Parallelism.DOMAIN)
+    needed = [one for one in candidates if one.plan.default is not Parallelism.DOMAIN][:_BASIS] or candidates[:1]
+    numbers = node_numbers(world, node)
+    groups = min(max(numbers) + 1, len(candidates))
+    group = numbers[world.rank] % groups
+    comm = world.split(group if node.rank * threads < cores else None, world.rank, "ranks that time operators")
+    times = OperatorTimes(setting_here(job.kernels, threads, node.size), cache_file() if world.rank == 0 else None)
+    times = world.broadcast_object(times)
+    _log.info("timing operators of %s%s, for up to 10 s", job.model, "" if memory_bytes else " and messages")
     timed = partial(
         ensure_measured,
         memory_bytes=memory_bytes or _memory_bytes() // node.size,
         repeats=FEW_STEPS,
-        basis=_BASIS,
-        before=lambda: progress.wait_handle(world.ibarrier(), "a timed step"),
+        before=lambda: progress.wait_handle((comm or world).ibarrier(), "a timed step"),
     )
-    within_seconds = 1.5 if 1 < node.size < world.size else 0.0  # links within nodes take longer than those between them
-    budget = TimeBudget(budget_seconds - within_seconds, world.broadcast_object)
-    coverage = timed(job, candidates, times, budget=budget)
-    timings, uses = coverage.timings, {(one.plan.rows, one.plan.default) for one in coverage.covered}
-    if coverage.covered[:_BASIS] != tuple(candidates[:_BASIS]):
+    within_seconds = 1.0 if 1 < node.size < world.size else 0.0  # links within nodes take longer than those between them
+    budget = TimeBudget(budget_seconds - within_seconds, (comm or world).broadcast_object)
+    basis = -(-len(needed) // groups)
+    mine = None if comm is None else timed(job, candidates[group::groups], times, budget=budget, basis=basis)
+    parts = [one for one in world.allgather_object((times, mine) if comm is not None and comm.rank == 0 else None) if one]
+    covered = [one for one in candidates if any(one in part.covered for _, part in parts)]
+    timings, uses = (
+        [timing for _, part in parts for timing in part.timings],
+        {(one.plan.rows, one.plan.default) for one in covered},
+    )
+    for others, _ in parts:
+        times.add_missing(others)
+    if covered[: len(needed)] != needed:
         uses = set()
-        if not coverage.covered:
+        if not covered and comm is not None:
             few = replace(job, batch=max(world.size, job.batch // 4))
-            half = TimeBudget(budget_seconds / 2, world.broadcast_object)
-            timings = timed(few, candidates[:1], OperatorTimes(times.setting), budget=half, basis=1).timings
+            half = TimeBudget(budget_seconds / 2, comm.broadcast_object)
+            timings = list(timed(few, candidates[:1], OperatorTimes(times.setting), budget=half, basis=1).timings)
         _log.info("a step of %s takes too long to time its operators; the choice follows from their rates", job.model)
-    elif len(coverage.covered) < len(candidates):
-        others = [f"{one.plan.default} on {one.plan.rows} rows" for one in candidates if one not in coverage.covered]
+    elif len(covered) < len(candidates):
+        others = [f"{one.plan.default} on {one.plan.rows} rows" for one in candidates if one not in covered]
         _log.info("not searched, because there was no time or memory to time them: %s", ", ".join(others))
-    cores = usable_cores(frozenset[int]().union(*node.allgather_object(os.sched_getaffinity(0))))
     if budget.is_busy and node.size * threads <= cores:  # these times are too long for a quiet start, which would reuse them
         _log.info("other programs use the cores; the choice is for a quiet machine, and the next start times operators again")
     elif world.rank == 0:

@@ -30,6 +30,7 @@ from hpctrain.nn.program import Program
 from hpctrain.optim.optimizers import Sgd
 from hpctrain.parallel.groups import merge_moments
 from hpctrain.parallel.moves import SplitGroup
+from hpctrain.parallel.parallel_plan import Parallelism
 from hpctrain.parallel.partition_graph import partition_graph
 from hpctrain.planner.costs.compute_costs import UPDATE_ACCESSES, input_key, others_key, product_key, update_key
 from hpctrain.planner.costs.machine import OperatorClass
@@ -365,7 +366,7 @@ class RankProgram:
             record(times, self.plan, self.elements, step)
         for product in self.products if (complete := budget.agree(step is not None)) else ():
             if not budget.agree(times.measured(product_key(product))):
-                seconds = time_product(product, parameter_dtype(job.dtype), repeats.steps, clock, before)
+                seconds = time_product(product, parameter_dtype(job.dtype), repeats.steps, clock, before, job.kernels.arithmetic)
                 times.put(product_key(product), seconds)
         return complete
 
@@ -462,8 +463,8 @@ def ensure_measured(
     timed, covered, programs, first_seconds, whole_budget = 0, list[Candidate](), list[RankProgram](), 0.0, budget.seconds
     for number, candidate in enumerate(candidates):
         found: list[RankProgram] = []
-        if number == basis > 0:
-            budget.seconds *= 0.8  # because a choice between the first candidates is worth more than one between all
+        if basis and candidate.plan.default is Parallelism.DOMAIN:  # the second timing of the first one is worth more
+            budget.seconds = 0.8 * whole_budget
         complete = budget.allows() and len(covered) >= min(number, basis)
         for one in rank_programs(job, candidate) if complete else ():
             if not budget.agree(one.is_known(times, edges=bool(found))):
