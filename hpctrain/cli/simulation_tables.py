@@ -356,4 +356,6 @@ def _link_lines(link: Link) -> list[tuple[str, str]]:
     lines.append(("byte_seconds", f"{link.byte_seconds * 1e12:.0f} ps"))
     lines.append(("sum_seconds", f"{link.sum_seconds * 1e12:.0f} ps"))
     lines.append(("burst_bytes", f"{link.burst_bytes / 1024:.0f} KiB"))
+    if link.buffered_bytes is not None:
+        lines.append(("buffered_bytes", f"{link.buffered_bytes / 1024:.0f} KiB"))
     return lines

@@ -127,6 +127,7 @@ class CollectiveStage:
         sharers: number of ranks whose wire_bytes pass through the same card when all groups of this kind communicate at once; 1
             within a node.
         unattended_bytes: number of bytes (of wire_bytes) that move between two polls of the rank; None: all bytes of a round.
+        buffered_bytes: number of bytes of all messages of a lane that move between two polls; None: all bytes.
         polls: number of polls that each round needs before its first byte moves.
         yields: whether shorter messages of the rank to the same ranks overtake the messages of the stage.
     """
@@ -139,6 +140,7 @@ class CollectiveStage:
     rounds: int
     sharers: float = 1.0
     unattended_bytes: float | None = None
+    buffered_bytes: int | None = None
     polls: int = 0
     yields: bool = False
 
@@ -362,6 +364,7 @@ def _stage(machine: Machine, run: Sequence[tuple[_Round, float]], placement: Gro
         rounds=sum(one.rounds for one in rounds),
         sharers=sharers,
         unattended_bytes=unattended,
+        buffered_bytes=(machine.between if between else machine.within).buffered_bytes,
         polls=largest.polls,
         yields=link.is_passed(largest),
     )

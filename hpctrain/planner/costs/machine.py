@@ -124,6 +124,7 @@ class Link:
     byte_seconds: float = 0.0
     sum_seconds: float = 0.0
     burst_bytes: int = 0
+    buffered_bytes: int | None = None
 
     def segment(self, n_bytes: float) -> LinkSegment:
         """Return the segment that contains messages of `n_bytes` bytes."""

@@ -51,6 +51,9 @@ class LinkFields(Section):
     byte_seconds: Number = Field(ge=0, description="Time of a core per byte sent or received, in seconds.")
     sum_seconds: Number = Field(ge=0, description="Time of a core per byte that a reduction adds up, in seconds.")
     burst_bytes: Integer = Field(ge=0, description="Number of bytes that pass without delay after a pause.")
+    buffered_bytes: Integer | None = Field(
+        default=None, gt=0, description="Number of bytes of all messages together that move between two polls; null: all bytes."
+    )
 
     @field_validator("segments")
     @classmethod
@@ -65,7 +68,7 @@ class LinkFields(Section):
     def link(self) -> Link:
         """Return the `Link` with these values."""
         segments = tuple(LinkSegment(**dict(one)) for one in self.segments)
-        return Link(segments, self.operation_seconds, self.byte_seconds, self.sum_seconds, self.burst_bytes)
+        return Link(segments, self.operation_seconds, self.byte_seconds, self.sum_seconds, self.burst_bytes, self.buffered_bytes)
 
 
 class RateFields(Section):
@@ -229,14 +232,17 @@ def text(machine: Machine) -> str:
     """Return the text of a machine's file."""
     values = {key: value for key, value in asdict(machine).items() if key != "sources"}
     for key in ("rates", "single_thread_rates"):
-        values[key] = {
-            str(name): {field: value for field, value in rate.items() if value is not None} for name, rate in values[key].items()
-        }
+        values[key] = {str(name): _known(rate) for name, rate in values[key].items()}
+    values |= {key: _known(values[key]) for key in ("within", "between")}
     defaults = {"single_thread_rates": {}, "node_bytes_per_second": math.inf}
     values = {key: value for key, value in values.items() if key not in defaults or value != defaults[key]}
     order = {key: _plain(values[key]) for key in MachineFields.model_fields if key in values}
     with_sources = _with_sources(MachineFields, order, machine, "")
     return yaml.dump(with_sources, Dumper=_Dumper, sort_keys=False, width=160, allow_unicode=True)
+
+
+def _known(fields: Mapping[str, Any]) -> dict[str, Any]:
+    return {field: value for field, value in fields.items() if value is not None}
 
 
 def source_of(machine: Machine, key: str) -> str:

@@ -8,6 +8,7 @@ least two cores, all ranks measure these rates again with one thread each, and t
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -224,10 +225,12 @@ class _Layout:
     Attributes:
         node_of: node of each rank.
         local: local rank of each rank on its node.
+        cores: number of cores of the first node; inf if it does not matter.
     """
 
     node_of: tuple[int, ...]
     local: tuple[int, ...]
+    cores: float = math.inf
 
     @property
     def nodes(self) -> int:
@@ -236,6 +239,11 @@ class _Layout:
     @property
     def ranks_per_node(self) -> int:
         return max(self.local) + 1
+
+    @property
+    def clock(self) -> Callable[[], float] | None:
+        """Clock of the thread if ranks share cores, because wall time includes the turns of other ranks; otherwise None."""
+        return time.thread_time if self.cores < self.ranks_per_node else None
 
 
 def calibrate(
@@ -262,16 +270,16 @@ def calibrate(
         physical_cores: function from logical cores to the number of physical cores among them.
     """
     node = comm.split_shared_memory("calibration on a node")
-    layout = _Layout(node_numbers(comm, node), tuple(comm.allgather_object(node.rank)))
-    of_all = comm.allgather_object(facts)
+    of_all, node_of = comm.allgather_object(facts), node_numbers(comm, node)
+    on_first_node = [rank_facts for rank_facts, number in zip(of_all, node_of, strict=True) if number == node_of[0]]
+    cores = physical_cores(frozenset().union(*(rank_facts.cores for rank_facts in on_first_node)))
+    layout = _Layout(node_of, tuple(comm.allgather_object(node.rank)), cores)
     source = f"measured on {when}, {facts.processor}"
     kinds = max(1, (layout.nodes > 1) + (layout.ranks_per_node > 1))
     budget = _LINKS_SHARE * seconds / kinds
     within, within_source = _within(comm, progress, layout, source, effort, budget)
     between, ranks_per_card, sources = _between(comm, progress, layout, source, effort, budget)
     rates = _slowest(comm.allgather_object(measure_rates(_barrier(comm, progress))))
-    on_first_node = [rank_facts for rank_facts, number in zip(of_all, layout.node_of, strict=True) if number == layout.node_of[0]]
-    cores = physical_cores(frozenset().union(*(rank_facts.cores for rank_facts in on_first_node)))
     machine = Machine(
         name=name,
         nodes=layout.nodes,
@@ -365,7 +373,7 @@ def _within(
     if layout.ranks_per_node == 1:
         return _USUAL_WITHIN, {"within": "not measured: one rank per node; shared memory of a current processor"}
     without_bursts, pair = replace(effort, pause_seconds=0.0), _pair_within(comm, layout)
-    points = LinkProbe(comm, pair, progress).measure(without_bursts, budget_seconds=budget_seconds)
+    points = LinkProbe(comm, pair, progress, clock=layout.clock).measure(without_bursts, budget_seconds=budget_seconds)
     return link_measurement.link(points, bursts=False), {"within": f"{source}, all ranks of a node in pairs at once"}
 
 
@@ -376,21 +384,19 @@ def _between(
     if layout.nodes == 1:
         reason = "not measured: one node"
         return _USUAL_BETWEEN, layout.ranks_per_node, {"between": f"{reason}; 10 Gb/s Ethernet", "ranks_per_card": reason}
-    points = LinkProbe(comm, _pair_between(comm, layout), progress).measure(effort, budget_seconds=budget_seconds)
+    probe = LinkProbe(comm, _pair_between(comm, layout), progress, clock=layout.clock)
+    points = probe.measure(effort, budget_seconds=budget_seconds)
+    fitted = replace(link_measurement.link(points), buffered_bytes=probe.buffered_bytes(points[-1]))
     sources = {"between": f"{source}, one rank of each of two nodes"}
     if layout.ranks_per_node == 1:
-        return link_measurement.link(points), 1, {**sources, "ranks_per_card": "one rank per node"}
+        return fitted, 1, {**sources, "ranks_per_card": "one rank per node"}
     color = _number(layout, comm.rank, lambda node, local: (node // 2, local))
     largest = replace(effort, sizes=tuple(point.n_bytes for point in points[-2:]), passes=1)
     pair = comm.split(color, comm.rank, "calibration of cards")
     together = comm.split(None if pair is None else 0, comm.rank, "calibration of cards, all pairs")
     at_once = LinkProbe(comm, pair, progress, together).measure(largest, details=False)
     sharing = _sharing(points, at_once, layout.ranks_per_node)
-    return (
-        link_measurement.link(points),
-        sharing,
-        {**sources, "ranks_per_card": f"{source}, pairs of all ranks of two nodes at once"},
-    )
+    return fitted, sharing, {**sources, "ranks_per_card": f"{source}, pairs of all ranks of two nodes at once"}
 
 
 def _sharing(alone: Sequence[MessagePoint], at_once: Sequence[MessagePoint], ranks_per_node: int) -> int:

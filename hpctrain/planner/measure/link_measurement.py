@@ -12,8 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, replace
 from functools import partial
-from itertools import cycle, groupby, islice, pairwise, permutations
-from pathlib import Path
+from itertools import groupby, pairwise, permutations
 from statistics import fmean, median
 
 import numpy as np
@@ -25,7 +24,7 @@ from hpctrain.planner.costs.machine import Link, LinkSegment
 #: message sizes in bytes per direction; denser near the sizes at which transports change their protocol
 SIZES = (512, 4 << 10, 16 << 10, 64 << 10, 128 << 10, 512 << 10, 2 << 20, 3 << 20, 4 << 20, 8 << 20)
 _LONG_BYTES = 512 << 10
-_REPEATS_SHORT, _REPEATS_LONG = 20, 3
+_REPEATS_SHORT, _REPEATS_LONG = 20, 2
 _POLLED_REPEATS = 2
 
 
@@ -52,15 +51,14 @@ _POLLED_FROM = 16 << 10
 _MOST_GAP_SECONDS, _LEAST_GAP_SECONDS = 0.01, 0.5e-3
 _MOST_POLLS = 150
 _MOST_POLLED_SECONDS = 1.5
-# Maximum number of bytes to write before a message, which evicts its data from all caches. In a step, they were written layers
-# before. A cache is only empty once a little more than its size was written.
-_MOST_CACHE_BYTES, _EVICTING = 128 << 20, 1.25
-_CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
-# Computation next to which the core's time is measured: on memory outside of caches, and about as long as an operator. It is
-# timed alone first, in this many laps.
-_LAP_SECONDS, _PART_BYTES, _LAPS_ALONE = 1e-3, 1 << 20, 9
+# Computation next to which the core's time is measured: laps of products of matrices in a core's cache, because the time of these
+# varies less than that of copies through memory. Laps alone are timed first.
+_LAP_SECONDS, _EXTENT, _LAPS_ALONE = 1e-3, 192, 9
 # Messages lengthen a lap less than that; in a longer one, another program had the core.
 _LONGEST_LAP = 3
+# Messages posted together to measure how much of them moves between two polls; the link could move this share of them in a gap.
+# The gap is not longer than long operators.
+_BUFFERED_MESSAGES, _BUFFERED_SHARE, _LONGEST_GAP_SECONDS = 12, 1 / 3, 0.07
 # Messages that take longer are repeated fewer times.
 _SLOW_SECONDS, _REPEATS_SLOW = 0.1, 2
 # If a message takes longer, larger sizes are not measured.
@@ -114,15 +112,6 @@ def _settled(passes: Sequence[Sequence[MessagePoint]], alike: float) -> bool:
     return bool(np.all(abs(now - fastest) <= alike * fastest))
 
 
-def _cache_bytes() -> int:
-    """Return the number of bytes to write to evict everything from the caches of a core."""
-    try:
-        sizes = [int((level / "size").read_text().strip().removesuffix("K")) << 10 for level in _CACHES.glob("index*")]
-    except (OSError, ValueError):
-        sizes = []
-    return min(_MOST_CACHE_BYTES, int(_EVICTING * sum(sizes)) or _MOST_CACHE_BYTES)
-
-
 class LinkProbe:
     """Measurement of messages between two ranks.
 
@@ -133,6 +122,7 @@ class LinkProbe:
         pair: communicator of this rank and its partner; None: no partner.
         progress: progress engine; its queues must be idle.
         at_once: communicator of all ranks with partners if they begin together; None: each pair begins by itself.
+        clock: clock of the core's time; None: wall time.
     """
 
     def __init__(
@@ -141,11 +131,12 @@ class LinkProbe:
         pair: Communicator | None,
         progress: ProgressEngine,
         at_once: Communicator | None = None,
+        clock: Callable[[], float] | None = None,
     ) -> None:
-        self._all_ranks, self._pair, self._progress = all_ranks, pair, progress
+        self._all_ranks, self._pair, self._progress, self._clock = all_ranks, pair, progress, clock
         self._meeting = pair if at_once is None else at_once
         self._queue = None if pair is None else progress.queue(pair)
-        self._written = np.ones(0, np.float32)
+        self._factors = np.ones((2, _EXTENT, _EXTENT), np.float32)
 
     def measure(self, effort: Effort = THOROUGH, *, details: bool = True, budget_seconds: float = math.inf) -> list[MessagePoint]:
         """Return a point for each size: medians over the ranks with partners. Collective over `all_ranks`.
@@ -158,8 +149,6 @@ class LinkProbe:
             details: whether to measure more than the time of one operation.
         """
         begin, sizes = self._progress.now(), effort.sizes
-        if details and self._pair is not None:
-            self._written = np.ones(_cache_bytes() // 4, np.float32)
         if self._pair is not None:
             self._seconds([self._gather(sizes[0])], _REPEATS_SHORT, 0.0)  # because connections are made at their first use
         passes: list[list[MessagePoint]] = []
@@ -179,6 +168,16 @@ class LinkProbe:
                 break
         return [_least(of_size) for of_size in zip(*(of_pass[: len(sizes)] for of_pass in passes), strict=True)]
 
+    def buffered_bytes(self, point: MessagePoint) -> int | None:
+        """Return the bytes of many messages like `point` that move between two polls; None: all, or not measured. Collective."""
+        in_gap = round(_BUFFERED_SHARE * _BUFFERED_MESSAGES)
+        gap, found = max(in_gap * point.next_seconds, _LEAST_GAP_SECONDS), math.inf
+        if gap <= _LONGEST_GAP_SECONDS and self._pair is not None:
+            polls = self._polls([self._gather(point.n_bytes) for _ in range(_BUFFERED_MESSAGES)], gap)
+            found = _BUFFERED_MESSAGES * point.n_bytes / (max(self._pair.allgather_object(polls)) - 0.5)
+        found = min(self._all_ranks.allgather_object(found))
+        return None if found >= in_gap * point.n_bytes else round(found)
+
     def _measure_size(self, n_bytes: int, pause_seconds: float, *, details: bool) -> MessagePoint:
         gather, reduce = self._gather(n_bytes), self._reduce(n_bytes)
         long = n_bytes >= _LONG_BYTES
@@ -189,7 +188,7 @@ class LinkProbe:
             return MessagePoint(n_bytes, one, one, 0, gap, 0.0, 0.0)
         two = self._seconds([gather, self._gather(n_bytes)], _REPEATS_SLOW if one > _SLOW_SECONDS else repeats, pause)
         polled = n_bytes >= _POLLED_FROM
-        needed = min(self._polls(gather, gap) for _ in range(_POLLED_REPEATS)) if polled else 0
+        needed = min(self._polls([gather], gap) for _ in range(_POLLED_REPEATS)) if polled else 0
         lap, lap_seconds = self._lap()
         core, summing = (self._core_seconds(post, lap, lap_seconds) for post in (gather, reduce))
         return MessagePoint(n_bytes, one, two - one, needed, gap, core, summing)
@@ -211,11 +210,14 @@ class LinkProbe:
         self._progress.wait_handle(self._meeting.ibarrier(), _PURPOSE)
 
     def _seconds(self, posts: Sequence[Callable[[], Handle]], repeats: int, pause_seconds: float) -> float:
-        """Return the shortest time for both ranks to post the operations together and wait for them, after a warm-up."""
+        """Return the shortest time for both ranks to post the operations together and wait for them.
+
+        A warm-up comes first if there are no pauses.
+        """
         assert self._queue is not None
         assert self._meeting is not None
-        times = []
-        for _ in range(1 + repeats):
+        times, warm_up = [], int(not pause_seconds)
+        for _ in range(warm_up + repeats):
             _busy(pause_seconds)
             self._meet()
             begin = self._progress.now()
@@ -223,34 +225,34 @@ class LinkProbe:
             times.append(self._progress.now() - begin)
         # A late rank measures too short a time, because its partner's message has already arrived. Of pairs that share a card, a
         # different one may be the first each time. Take the longest time of all ranks that begin together.
-        of_all = self._meeting.allgather_object(times[1:])
+        of_all = self._meeting.allgather_object(times[warm_up:])
         least: float = min(max(of_one) for of_one in zip(*of_all, strict=True))
         return least
 
-    def _polls(self, post: Callable[[], Handle], gap_seconds: float) -> int:
-        """Return the number of polls until an operation completes, with `gap_seconds` of computation between them."""
+    def _polls(self, posts: Sequence[Callable[[], Handle]], gap_seconds: float) -> int:
+        """Return the number of polls until all operations complete, with `gap_seconds` of computation between them."""
         assert self._queue is not None
         self._meet()
         _busy(gap_seconds / 3)
         self._meet()
-        ticket, polls = self._queue.post(post, _PURPOSE), 0
+        tickets, polls = [self._queue.post(post, _PURPOSE) for post in posts], 0
         most = min(_MOST_POLLS, max(2, int(_MOST_POLLED_SECONDS / gap_seconds)))
-        while not ticket.done and polls < most:
+        while not all(ticket.done for ticket in tickets) and polls < most:
             _busy(gap_seconds)
             self._progress.poll()
             polls += 1
-        self._progress.wait(ticket)
+        self._progress.wait(tickets)
         return polls
 
     def _lap(self) -> tuple[Callable[[], float], float]:
         """Return a computation of about `_LAP_SECONDS`, which returns its time, and its usual time without messages."""
-        parts = cycle(np.array_split(self._written, max(1, self._written.nbytes // _PART_BYTES)))
+        product, clock = np.empty_like(self._factors[0]), self._clock or time.perf_counter
 
         def seconds(count: int) -> float:
-            begin = time.perf_counter()
-            for part in islice(parts, count):
-                part += 1.0
-            return time.perf_counter() - begin
+            begin = clock()
+            for _ in range(count):
+                np.matmul(self._factors[0], self._factors[1], out=product)
+            return clock() - begin
 
         self._meet()
         count = max(1, round(_LAP_SECONDS * _LAPS_ALONE / seconds(_LAPS_ALONE)))
@@ -264,19 +266,19 @@ class LinkProbe:
         """
         assert self._queue is not None
         assert self._pair is not None
-        longer = [0.0] * _POLLED_REPEATS
+        longer, clock = [0.0] * _POLLED_REPEATS, self._clock or self._progress.now
         for repeat in range(_POLLED_REPEATS):
             self._meet()
-            begin = self._progress.now()
+            begin = clock()
             ticket = self._queue.post(post, _PURPOSE)
-            longer[repeat] += self._progress.now() - begin
+            longer[repeat] += clock() - begin
             for _ in range(_MOST_POLLS):
                 if ticket.done:
                     break
                 longer[repeat] += min(lap(), _LONGEST_LAP * lap_seconds) - lap_seconds
-                begin = self._progress.now()
+                begin = clock()
                 self._progress.poll()
-                longer[repeat] += self._progress.now() - begin
+                longer[repeat] += clock() - begin
             self._progress.wait(ticket)
         of_both = self._pair.allgather_object(longer)
         return max(0.0, fmean(max(of_one) for of_one in zip(*of_both, strict=True)))

@@ -86,9 +86,12 @@ class Lane:
         if self._job is not None:
             self._polled_seconds += self._granted - self._resource.remaining(self._job)
 
-    def allowed(self, unattended_seconds: float) -> float:
-        """Return the seconds that messages, which move `unattended_seconds` after one test, may move before the next poll."""
-        return self._polled_seconds + self._tests * unattended_seconds - self._moved_seconds
+    def allowed(self, unattended_seconds: float, buffered_seconds: float) -> float:
+        """Return the seconds that messages may move before the next poll.
+
+        A message moves `unattended_seconds` after one test, and all messages together move `buffered_seconds` after a poll.
+        """
+        return self._polled_seconds + min(self._tests * unattended_seconds, buffered_seconds) - self._moved_seconds
 
     def _end(self) -> None:
         self._job = None
@@ -138,8 +141,10 @@ class StageTransfer:
         self._latency = stage.latency_seconds / self._rounds_left
         self._wire_left = stage.wire_bytes * stage.beta_seconds_per_byte
         self._round_wire = self._wire_left / self._rounds_left
-        unattended_bytes = stage.unattended_bytes
-        self._unattended_seconds = math.inf if unattended_bytes is None else unattended_bytes * stage.beta_seconds_per_byte
+        self._unattended_seconds, self._buffered_seconds = (
+            math.inf if n_bytes is None else n_bytes * stage.beta_seconds_per_byte
+            for n_bytes in (stage.unattended_bytes, stage.buffered_bytes)
+        )
         self._going = 1  # rounds in progress
         self._round_left = 0.0  # seconds of their bytes that have not moved
         self._polls = stage.polls
@@ -148,7 +153,9 @@ class StageTransfer:
         self.cpu_left = stage.cpu_seconds
         self._cpu_share = stage.cpu_seconds / self._wire_left if self._wire_left > 0 else 0.0
         self.begun_seconds = loop.now
-        self.restricted = self._rounds_left > 1 or self._polls > 0 or unattended_bytes is not None
+        self.restricted = (
+            self._rounds_left > 1 or self._polls > 0 or min(self._unattended_seconds, self._buffered_seconds) < math.inf
+        )
 
     def begin(self) -> None:
         """Begin the first round, or all rounds if the rank waits. All ranks of the group must have posted the operation."""
@@ -236,7 +243,7 @@ class StageTransfer:
             return
         seconds = self._round_left
         if not self._attention.attends:
-            seconds = min(seconds, self._lane.allowed(self._unattended_seconds))
+            seconds = min(seconds, self._lane.allowed(self._unattended_seconds, self._buffered_seconds))
         if seconds > _ROUNDING_SECONDS:
             self._lane.grant(seconds)
         else:

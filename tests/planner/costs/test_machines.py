@@ -87,7 +87,8 @@ def test_an_installed_machine_is_found_by_its_name_and_every_number_has_a_source
     assert machine.name == name
     assert {kind.of_dtype("float32") for kind in OperatorClass} <= set(machine.rates)
     numbers = {"nodes", "ranks_per_node", "cores_per_rank", "memory_bytes", "ranks_per_card"}
-    numbers |= {f"{link}.{key}" for link in ("within", "between") for key in vars(machine.within)}
+    for name, link in (("within", machine.within), ("between", machine.between)):
+        numbers |= {f"{name}.{key}" for key, value in vars(link).items() if value is not None}
     for section, rates in (("rates", machine.rates), ("single_thread_rates", machine.single_thread_rates)):
         numbers |= {
             f"{section}.{kind}.{key}" for kind, rate in rates.items() for key, speed in vars(rate).items() if speed is not None
@@ -378,6 +379,16 @@ def test_computation_that_a_message_lengthens_is_time_of_the_core() -> None:
         return probe._core_seconds(probe._gather(1 << 20), lap, 1e-3)  # the message takes 8.4 ms, 6 laps
 
     assert run_virtual(2, program, link=LinkModel(50e-6, 8e-9)) == [pytest.approx(6 * 0.5e-3)] * 2
+
+
+@pytest.mark.parametrize(("polls", "expected"), [(1, None), (3, None), (5, 5_592_405), (12, 2_188_333)])
+def test_buffers_hold_what_moves_between_two_polls_unless_the_link_limits_it(polls: int, expected: int | None) -> None:
+    def program(comm: ThreadCommunicator) -> int | None:
+        probe = LinkProbe(comm, comm.split(0, comm.rank, "pair"), virtual_engine(comm))
+        setattr(probe, "_polls", lambda *arguments: polls - comm.rank)  # noqa: B010
+        return probe.buffered_bytes(MessagePoint(2 << 20, 6e-3, 6e-3, 1, 1e-2, 0.0, 0.0))
+
+    assert run_virtual(2, program) == [expected] * 2
 
 
 def test_the_core_pays_for_middle_messages_although_tiny_ones_and_bytes_are_cheap() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from typing import Any
 
@@ -200,11 +201,12 @@ def test_the_transport_takes_so_much_between_looks_of_all_messages_together() ->
     for message in (_Message(loop, lane, 1.0), _Message(loop, lane, 2.0)):
         lane.enter(message)
     allowed: list[float] = []
-    loop.at(2.0, lambda: allowed.append(lane.allowed(5.0)))  # the second is under way: it counts once it has moved
+    loop.at(2.0, lambda: allowed.append(lane.allowed(5.0, math.inf)))  # the second is under way: it counts once it has moved
     loop.at(2.5, lane.poll)
-    loop.at(4.0, lambda: allowed.append(lane.allowed(5.0)))
+    loop.at(4.0, lambda: allowed.append(lane.allowed(5.0, math.inf)))
+    loop.at(4.0, lambda: allowed.append(lane.allowed(5.0, 2.0)))  # buffers limit all messages together
     loop.run()
-    assert allowed == pytest.approx([4.0, 4.5])
+    assert allowed == pytest.approx([4.0, 4.5, 1.5])
 
 
 def test_a_grant_can_be_withdrawn() -> None:
@@ -217,7 +219,7 @@ def test_a_grant_can_be_withdrawn() -> None:
     loop.run()
     assert moved == [1.25, 0.0]
     assert message.ends == []
-    assert lane.allowed(1.0) == pytest.approx(-0.25)
+    assert lane.allowed(1.0, math.inf) == pytest.approx(-0.25)
 
 
 def test_shorter_messages_pass_a_long_one_after_what_is_on_its_way() -> None:
