@@ -122,6 +122,13 @@ AUTO = click.option(
     help="Choose grid, plan and averager for the shortest predicted step, as grid=auto plan=auto averager=auto do; a section of "
     "which OVERRIDES set a key is not chosen.",
 )
+MODE = click.option(
+    "--mode",
+    type=click.Choice(["weak", "strong"]),
+    default="weak",
+    show_default=True,
+    help="Meaning of the configured batch size: per rank (weak), or over all ranks (strong).",
+)
 
 
 def with_auto(overrides: tuple[str, ...], *, auto: bool) -> tuple[str, ...]:

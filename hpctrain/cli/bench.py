@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hpctrain.cli.arguments import FILE, OVERRIDES, Commands, FilePath, Finite, OutputFile
+from hpctrain.cli.arguments import FILE, MODE, OVERRIDES, Commands, FilePath, Finite, OutputFile
 from hpctrain.core.text import counted, echo, echo_block, wrapped
 
 if TYPE_CHECKING:
@@ -40,13 +40,7 @@ class RankCounts(click.ParamType):
     "--config", "file", type=FilePath(path_type=Path), metavar="FILE", required=True, help="Configuration file to train."
 )
 @click.option("--ranks", type=RankCounts(), required=True, help="Numbers of ranks to compare, such as 1,2,4.")
-@click.option(
-    "--mode",
-    type=click.Choice(["weak", "strong"]),
-    default="weak",
-    show_default=True,
-    help="Meaning of the configured batch size: per rank (weak), or over all ranks (strong).",
-)
+@MODE
 @click.option(
     "--steps",
     type=click.IntRange(min=2),

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hpctrain.cli.arguments import AUTO, FILE, OVERRIDES, Commands, FilePath, Finite, OutputFile, options, with_auto
+from hpctrain.cli.arguments import AUTO, FILE, MODE, OVERRIDES, Commands, FilePath, Finite, OutputFile, options, with_auto
 from hpctrain.cli.bench import RankCounts
 from hpctrain.core.errors import ConfigError
 from hpctrain.core.text import counted, echo, echo_block
@@ -208,13 +208,7 @@ def _written(outcome: PlannedSearch, file: Path, overrides: tuple[str, ...], wri
     required=True,
     help="Numbers of ranks to simulate, such as 1,2,4.",
 )
-@click.option(
-    "--mode",
-    type=click.Choice(["weak", "strong"]),
-    default="weak",
-    show_default=True,
-    help="Meaning of the configured batch size: per rank (weak), or over all ranks (strong).",
-)
+@MODE
 @click.option(
     "--averager",
     "averagers",

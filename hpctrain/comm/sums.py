@@ -18,6 +18,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import accumulate, pairwise
 from typing import Literal
 
@@ -137,8 +138,7 @@ class MessageBuffers:
     """Layouts and buffers of messages, created once per size and reused in later steps."""
 
     def __init__(self, caster: Caster) -> None:
-        self._caster = caster
-        self._casts: dict[tuple[int, str], Compressor] = {}
+        self._cast = cache(caster)
         self._parts: dict[tuple[tuple[int, ...], str], MessageParts] = {}
         self._spare = SpareBuffers()
 
@@ -151,11 +151,6 @@ class MessageBuffers:
             elements, places = (tuple(pairwise(accumulate(lengths, initial=0))) for lengths in (counts, sizes))
             self._parts[key] = MessageParts(casts, elements, places)
         return self._parts[key]
-
-    def _cast(self, count: int, dtype: str) -> Compressor:
-        if (count, dtype) not in self._casts:
-            self._casts[count, dtype] = self._caster(count, dtype)
-        return self._casts[count, dtype]
 
     def take(self, size: int) -> np.ndarray:
         """Return a uint8 buffer of `size` bytes. The caller owns it until `give_back`."""

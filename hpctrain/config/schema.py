@@ -310,9 +310,7 @@ class ExactConfig(Section):
     @classmethod
     def _from_switch(cls, value: Any) -> Any:
         value = switch(value)
-        if isinstance(value, bool):
-            return {"shards": DEFAULT_SHARDS if value else None}
-        return value
+        return {"shards": DEFAULT_SHARDS if value else None} if isinstance(value, bool) else value
 
 
 _MOST_NAME_BYTES = 200  # with the time and number of a run, at most the 255 bytes that file systems allow

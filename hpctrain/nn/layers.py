@@ -346,10 +346,7 @@ class AveragePool(Leaf):
     """Average pooling: y (N, Ho, Wo, C) is the mean of each window of x (N, H, W, C).
 
     Args:
-        kernel: one number or (rows, columns).
-        stride: one number or (rows, columns); default: the kernel.
-        padding: one number, (rows, columns) or (top, bottom, left, right); at most half the kernel.
-        ceil_mode: whether the output size is rounded up, so that a last window may extend beyond the padded image.
+        kernel, stride, padding, ceil_mode: see `MaxPool`.
         count_include_pad: whether padding elements count in the mean's divisor (the default of torch).
 
     Raises:

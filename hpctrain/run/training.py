@@ -144,16 +144,6 @@ def stop_reason(world: Communicator, watch: SignalWatch, limit: str | None = Non
     return StopReason(first, ranks if len(ranks) < len(names) else ())
 
 
-def stop_lines(reason: StopReason, outcome: Outcome, epochs: int, continuation: str, checkpoint: Path) -> list[str]:
-    """Return the lines on how the run ended and how to resume it."""
-    position = outcome.position
-    return [
-        f"stopped by {reason} after step {position.global_step}, in epoch {min(position.epoch + 1, epochs)} of {epochs}",
-        f"checkpoint {checkpoint}",
-        f"continue with {continuation}",
-    ]
-
-
 def kept_clause(directory: RunDirectory) -> str:
     """Return the end of a sentence on a run that ends at once: the checkpoint to resume from. Checkpoints are not opened."""
     try:
@@ -561,20 +551,27 @@ def _end(session: Session, asked: TrainingRequest, end: RunEnd, checkpoints: Run
 def _end_lines(asked: TrainingRequest, end: RunEnd, config: Config, checkpoints: RunCheckpoints) -> Iterator[str]:
     """Yield the lines on how the run ended, with its last accuracies and its best checkpoint."""
     directory, outcome, continuation = end.directory, end.outcome, asked.continuation(end.directory.path)
-    epochs = config.epochs
-    written = checkpoints.last or checkpoint.checkpoint_path(directory.checkpoints, outcome.position.global_step)
+    epochs, position = config.epochs, outcome.position
+    where = f"after step {position.global_step}, in epoch {min(position.epoch + 1, epochs)} of {epochs}"
+    written = checkpoints.last or checkpoint.checkpoint_path(directory.checkpoints, position.global_step)
     if end.reason is not None:
-        yield from stop_lines(end.reason, outcome, epochs, continuation, written)
+        yield f"stopped by {end.reason} {where}"
+        yield f"checkpoint {written}"
+        yield f"continue with {continuation}"
         if not asked.in_program:
             yield f"exit code {STOPPED}"
     elif outcome.steps_reached:
-        yield from _steps_reached(outcome, epochs, asked, directory.path, written)
+        yield f"ended {where}, as requested by {asked.steps_name}"
+        if outcome.evaluation is None:
+            yield "no evaluation was made; evaluations are made only at ends of epochs"
+        yield f"checkpoint {written}"
+        yield f"continue with {asked.continuation(directory.path, all_steps=True)}"
     elif outcome.stopped:
-        yield f"ended after epoch {outcome.position.epoch} of {epochs}, as requested by on_epoch"
+        yield f"ended after epoch {position.epoch} of {epochs}, as requested by on_epoch"
         yield f"continue with {continuation}"
-    if skipped := outcome.position.skipped:
+    if skipped := position.skipped:
         were = "step was" if skipped == 1 else "steps were"
-        yield f"{skipped:,} of {outcome.position.global_step:,} {were} skipped because of values that were not finite"
+        yield f"{skipped:,} of {position.global_step:,} {were} skipped because of values that were not finite"
     then = f" after epoch {outcome.evaluated_epochs} of {epochs}" if outcome.stopped else ""
     for split, sums in ((config.data.evaluated, outcome.evaluation), ("test", outcome.test)):
         if sums is not None:
@@ -585,17 +582,6 @@ def _end_lines(asked: TrainingRequest, end: RunEnd, config: Config, checkpoints:
                 yield f"{label} of the averaged weights: {means['ema_top1']:.2%} (loss {loss_text(means['ema_loss'])})"
     if checkpoints.best is not None and (best := checkpoints.best.line(named=not asked.trial)) is not None:
         yield best
-
-
-def _steps_reached(outcome: Outcome, epochs: int, asked: TrainingRequest, directory: Path, written: Path) -> Iterator[str]:
-    """Yield lines on a run that ended after the requested number of steps, on a missing evaluation, and on how to resume it."""
-    position = outcome.position
-    where = f"after step {position.global_step}, in epoch {min(position.epoch + 1, epochs)} of {epochs}"
-    yield f"ended {where}, as requested by {asked.steps_name}"
-    if outcome.evaluation is None:
-        yield "no evaluation was made; evaluations are made only at ends of epochs"
-    yield f"checkpoint {written}"
-    yield f"continue with {asked.continuation(directory, all_steps=True)}"
 
 
 def _versions(session: Session, setup: TrainingSetup) -> dict[str, str]:

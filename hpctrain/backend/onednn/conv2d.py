@@ -112,10 +112,11 @@ class Convolution:
         self.backward_weights: Primitive | None = None
         self.adding: Primitive | None = None
         if training:
-            self.backward_weights = self._backward_weights()
+            formats = (self.source, self._any_weights("float32"), self.bias, self.destination)
+            self.backward_weights = self._backward("weights", *formats)
             self.diff_weights = self.backward_weights.descriptor(c.QUERY_DIFF_WEIGHTS_MD)
         if training and input_gradient:
-            self.backward_data = self._backward_data()
+            self.backward_data = self._backward("data", self.source, self._any_weights(), self.destination)
             self.backward_data_weights = self.backward_data.descriptor(c.QUERY_WEIGHTS_MD)
             self._make_adding()
         self.winograd: Product | None = None
@@ -198,20 +199,10 @@ class Convolution:
         arguments = (kind, c.CONVOLUTION_DIRECT, *formats, *self._geometry, attributes)
         return Primitive(self._engine, "convolution_forward", label, *arguments)
 
-    def _hint(self) -> Primitive:
-        return self._forward(c.FORWARD_TRAINING, self._defaults)
-
-    def _backward_data(self) -> Primitive:
-        formats = (self.source, self._any_weights(), self.destination)
-        label = f"{self.label} backward data"
-        arguments = (c.CONVOLUTION_DIRECT, *formats, *self._geometry, self._hint(), self._defaults)
-        return Primitive(self._engine, "convolution_backward_data", label, *arguments)
-
-    def _backward_weights(self) -> Primitive:
-        formats = (self.source, self._any_weights("float32"), self.bias, self.destination)
-        label = f"{self.label} backward weights"
-        arguments = (c.CONVOLUTION_DIRECT, *formats, *self._geometry, self._hint(), self._defaults)
-        return Primitive(self._engine, "convolution_backward_weights", label, *arguments)
+    def _backward(self, gradient: str, *formats: Descriptor | None) -> Primitive:
+        hint = self._forward(c.FORWARD_TRAINING, self._defaults)
+        arguments = (c.CONVOLUTION_DIRECT, *formats, *self._geometry, hint, self._defaults)
+        return Primitive(self._engine, f"convolution_backward_{gradient}", f"{self.label} backward {gradient}", *arguments)
 
     def _make_adding(self) -> None:
         """Create the primitive of dx += conv(dy, flipped and transposed weights), since oneDNN's backward kernels cannot add."""
