@@ -38,6 +38,7 @@ from hpctrain.config.load import from_mapping, keyword_overrides
 from hpctrain.config.schema import Config
 from hpctrain.core import log
 from hpctrain.core.errors import (
+    CheckpointError,
     CommunicationTimeoutError,
     ConfigError,
     CorruptedStateError,
@@ -212,7 +213,8 @@ def _finishing(job: Job) -> Iterator[None]:
         # All ranks raise these two errors, so they can finish the checkpoint in progress, from which the user resumes. Other
         # errors may occur on one rank only. A single rank must wait: Python may crash if it ends while a thread writes.
         if job.size == 1 or isinstance(error, DivergedError | CorruptedStateError):
-            job.checkpoints.finish_after_error()
+            with contextlib.suppress(CheckpointError):
+                job.checkpoints.finish()
         raise
     finally:
         job.progress.stop_thread()

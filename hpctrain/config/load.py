@@ -72,12 +72,6 @@ def _name(path: KeyPath, section: Any) -> Iterator[tuple[KeyPath, str]]:
         yield path, name
 
 
-def nearest_sibling(path: KeyPath) -> str:
-    """Return '; the nearest known key is "x"' for an unknown key of a mapping; empty if no key is similar."""
-    near = _meant(path) if path else None
-    return "" if near is None or near == path else f'; the nearest known key is "{dotted(near)}"'
-
-
 def keyword_overrides(overrides: Mapping[str, Any]) -> list[str]:
     """Return keywords of `hpctrain.train` as overrides KEY=VALUE.
 
@@ -351,8 +345,8 @@ def _as_mapping(data: Any, path: KeyPath, key: str, label: str) -> dict[str, Any
         return {"action": data}
     if data == SYNTHETIC and section is DataConfig:
         return DataConfig.of_synthetic()
-    if data is None and (near := nearest_sibling(path)):
-        raise ConfigError(f'{label}: Unknown key "{dotted(path)}"{near}.')
+    if data is None and path and (near := _meant(path)) is not None and near != path:
+        raise ConfigError(f'{label}: Unknown key "{dotted(path)}"; the nearest known key is "{dotted(near)}".')
     if data is None:
         whole = dotted(path)
         raise ConfigError(f'{label}: Cannot set item "{key}" of {whole}, which is not set; set {whole} as a whole.')

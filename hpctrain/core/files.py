@@ -252,9 +252,10 @@ def expanded(text: str, environ: Mapping[str, str] = os.environ) -> str:
     if not path.startswith("~"):
         return path
     user, slash, rest = path[1:].partition("/")
-    directory = _home_of(user) if user else home(environ)
-    if directory is None and user:
-        raise ValueError(f"there is no user {user} here; write ./{path} for a file of that name")
+    try:
+        directory = Path(pwd.getpwnam(user).pw_dir) if user else home(environ)
+    except (KeyError, ValueError):
+        raise ValueError(f"there is no user {user} here; write ./{path} for a file of that name") from None
     if directory is None:
         raise ValueError("HOME is not set, and this user has no entry in passwd; set HOME, or write the path out")
     return f"{str(directory).rstrip('/')}{slash}{rest}" or "/"
@@ -270,13 +271,6 @@ def path_of(path: str | os.PathLike[str]) -> Path:
         return Path(expanded(os.fspath(path)))
     except ValueError as error:
         raise ConfigError(f"The path is {os.fspath(path)}, but {error}.") from None
-
-
-def _home_of(user: str) -> Path | None:
-    try:
-        return Path(pwd.getpwnam(user).pw_dir)
-    except (KeyError, ValueError):
-        return None
 
 
 def home(environ: Mapping[str, str] = os.environ) -> Path | None:

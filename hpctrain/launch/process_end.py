@@ -80,7 +80,10 @@ def say_last_words(rank: int | None, lines: Sequence[str], stream: TextIO | None
     """
     text = beginning_with(place_of(rank), "\n".join(lines))
     if stacks:
-        text += beginning_with(place_of(rank), stacks_of_threads())
+        with os.fdopen(os.memfd_create("stacks"), "w+", errors="replace") as file:
+            faulthandler.dump_traceback(file, all_threads=True)
+            file.seek(0)
+            text += beginning_with(place_of(rank), file.read())
     with contextlib.suppress(OSError):
         if stream is None:
             write_lines(text)
@@ -88,14 +91,6 @@ def say_last_words(rank: int | None, lines: Sequence[str], stream: TextIO | None
             stream.write(text)
             stream.flush()
     log.tee(text, last=True)
-
-
-def stacks_of_threads() -> str:
-    """Return the stacks of all threads, as faulthandler prints them."""
-    with os.fdopen(os.memfd_create("stacks"), "w+", errors="replace") as file:
-        faulthandler.dump_traceback(file, all_threads=True)
-        file.seek(0)
-        return file.read()
 
 
 def flush_to_reader(seconds: float = 1.0) -> None:

@@ -52,17 +52,12 @@ class ImprovementRule:
             before = Stagnation(self.metric)
         if epoch <= before.evaluated_epoch:
             return before
-        value = means[self.metric]
-        if self._is_better(value, before.best):
+        value, best = means[self.metric], before.best
+        if math.isfinite(value) and (best is None or (best - value if self.is_loss else value - best) > self.min_delta):
             return Stagnation(self.metric, value, epoch, epoch)
-        return Stagnation(self.metric, before.best, before.best_epoch, epoch, before.waited + 1)
+        return Stagnation(self.metric, best, before.best_epoch, epoch, before.waited + 1)
 
     @property
     def is_loss(self) -> bool:
         """Whether lower values are better."""
         return self.metric.endswith("loss")
-
-    def _is_better(self, value: float, best: float | None) -> bool:
-        if not math.isfinite(value):
-            return False
-        return best is None or (best - value if self.is_loss else value - best) > self.min_delta

@@ -23,7 +23,7 @@ from hpctrain.backend.choice import Backend, make_backend
 from hpctrain.comm.base import Communicator, Subject, compare, raise_on_all_ranks
 from hpctrain.config.schema import Config
 from hpctrain.config.values import AUTO
-from hpctrain.core.errors import CheckpointError, ConfigError, DataError, DivergedError, ShapeError
+from hpctrain.core.errors import ConfigError, DataError, DivergedError, ShapeError
 from hpctrain.core.files import path_of
 from hpctrain.core.registry import Count, check_types
 from hpctrain.data.image_file import ImageFile, described, differences
@@ -153,11 +153,6 @@ class LoopCheckpoints:
         self._notes.phase("a checkpoint")
         self.saver.finish()
         self._notes.phase(BETWEEN)
-
-    def finish_after_error(self) -> None:
-        """Wait for the checkpoint in the background after an error raised on all ranks. A failure to write it is ignored."""
-        with contextlib.suppress(CheckpointError):
-            self.finish()
 
 
 #: the address in the default repr of an object

@@ -215,7 +215,11 @@ def write_store(path: Path, tensors: Mapping[str, np.ndarray], meta: Mapping[str
             for name in tensors:
                 assert "/" in name, f"{name} has no group"
                 digests[name] = _write_tensor(file, stored, name, tensors[name])
-            digests[_META] = _write_meta(file, meta)
+            text = json.dumps(dict(meta), default=plain, sort_keys=True, indent=1).encode()
+            # A dataset, because an attribute holds 64 KiB at most and a plan may be longer.
+            dataset = file.create_dataset(_META, data=np.bytes_(text), dtype=h5py.string_dtype("utf-8", len(text)))
+            digests[_META] = hashlib.sha256(text).hexdigest()
+            dataset.attrs["sha256"] = np.bytes_(digests[_META])
             file.attrs["format"] = np.bytes_(FORMAT)
             file.attrs["format_version"] = FORMAT_VERSION
             file.attrs["hpctrain"] = np.bytes_(__version__)
@@ -241,15 +245,6 @@ def _write_tensor(file: h5py.File, stored: StoreFile, name: str, array: np.ndarr
     if array.size:
         stored.place(dataset.id.get_offset(), array, state.update)
     digest = state.hexdigest()
-    dataset.attrs["sha256"] = np.bytes_(digest)
-    return digest
-
-
-def _write_meta(file: h5py.File, meta: Mapping[str, object]) -> str:
-    text = json.dumps(dict(meta), default=plain, sort_keys=True, indent=1).encode()
-    # A dataset, because an attribute holds 64 KiB at most and a plan may be longer.
-    dataset = file.create_dataset(_META, data=np.bytes_(text), dtype=h5py.string_dtype("utf-8", len(text)))
-    digest = hashlib.sha256(text).hexdigest()
     dataset.attrs["sha256"] = np.bytes_(digest)
     return digest
 

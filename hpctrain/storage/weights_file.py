@@ -147,7 +147,9 @@ def _read_safetensors(path: Path, header: bool) -> WeightsFile:
             tensors = {name: file.get_tensor(name) for name in file.keys() if name not in brain_floats}  # noqa: SIM118
         if brain_floats:  # NumPy lacks this dtype
             raw = dict(library.deserialize(read_bytes(path, path.stat().st_size)))
-            tensors |= {name: _from_bfloat16(raw[name]) for name in brain_floats}
+            for name in brain_floats:
+                halves = np.frombuffer(raw[name]["data"], "<u2").astype(np.uint32)
+                tensors[name] = (halves << 16).view(np.float32).reshape(raw[name]["shape"])
     return WeightsFile(tensors, metadata)
 
 
@@ -172,11 +174,6 @@ def _zeros(tensor: Any) -> np.ndarray:
     names = {"BF16": "float32", "F16": "float32", "BOOL": "bool"}
     name = names.get(kind) or {"F": "float", "I": "int", "U": "uint"}.get(kind[0], kind[0]) + kind[1:]
     return np.broadcast_to(np.zeros((), np.dtype(name)), tensor.get_shape())
-
-
-def _from_bfloat16(raw: Mapping[str, Any]) -> np.ndarray:
-    halves = np.frombuffer(raw["data"], "<u2").astype(np.uint32)
-    return (halves << 16).view(np.float32).reshape(raw["shape"])
 
 
 def _read_torch(path: Path) -> WeightsFile:

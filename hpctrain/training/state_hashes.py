@@ -99,7 +99,11 @@ class ElementHash:
             spare = self._spare[: chunk.size]
             spare[...] = chunk
             np.add(mixed, spare, out=mixed)
-            total += self._mixed_sum(mixed, spare)
+            for factor in (_FIRST_FACTOR, _SECOND_FACTOR):
+                np.multiply(mixed, factor, out=mixed)
+                np.right_shift(mixed, _UPPER_HALF, out=spare)
+                np.bitwise_xor(mixed, spare, out=mixed)
+            total += int(mixed.sum())
         return total % MODULUS
 
     def _positions(self, size: int, begin: int, first: int, run: int, gap: int) -> np.ndarray:
@@ -110,13 +114,6 @@ class ElementHash:
             before = (np.arange(begin, begin + size, dtype=np.uint64) // np.uint64(run)) * np.uint64(gap)
             np.add(mixed, before << _UPPER_HALF, out=mixed)
         return mixed
-
-    def _mixed_sum(self, mixed: np.ndarray, spare: np.ndarray) -> int:
-        for factor in (_FIRST_FACTOR, _SECOND_FACTOR):
-            np.multiply(mixed, factor, out=mixed)
-            np.right_shift(mixed, _UPPER_HALF, out=spare)
-            np.bitwise_xor(mixed, spare, out=mixed)
-        return int(mixed.sum())
 
 
 def digest(total: int, shape: Sequence[int], dtype: str) -> str:

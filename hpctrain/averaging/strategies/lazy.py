@@ -264,17 +264,14 @@ class LazyAverager(ReduceScatterAverager):
             ready: list[Dependency] = [events[name] for name in piece.parameters]
             if k in self._latest_sums:
                 text = f"reduce-scatter of the latest gradient of {piece.name}"
-                ready = [self.queues[Stream.GRADIENTS].post(partial(self._start_latest, k), text, ready)]
+                latest, counts = self._latest[piece.start : piece.stop], piece.counts(self._comm.size)
+                start = partial(self._sums_of.ireduce_scatter, latest, self._latest_sums[k], counts)
+                ready = [self.queues[Stream.GRADIENTS].post(start, text, ready)]
             after += ready
         for ticket, (operation, _, _) in zip(self.step.tickets, self.posting, strict=True):
             if operation.kind is OperationKind.REDUCE_SCATTER and operation.slice in self._lazy_slices:
                 after.append(ticket)
         self._interval.compare(self._add_squares, after)
-
-    def _start_latest(self, k: int) -> Handle:
-        piece = self.schedule.slices[k]
-        latest = self._latest[piece.start : piece.stop]
-        return self._sums_of.ireduce_scatter(latest, self._latest_sums[k], piece.counts(self._comm.size))
 
     def _add_squares(self, squares: np.ndarray) -> None:
         """Add |f|^2, |G|^2 and |f - G|^2 of the elements that this rank owns to `squares`."""

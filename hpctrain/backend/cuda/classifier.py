@@ -62,15 +62,12 @@ class CudaLinear(SufficientFactors, CudaOperator):
         assert self._weight is not None
         self.runtime.multiply(self.buffers.inputs[0], self._weight, product)
         if self.linear.bias:
-            self._add_bias(product, y)
-
-    def _add_bias(self, product: DeviceArray, y: DeviceArray) -> None:
-        samples, outputs = y.shape
-        width = pack_width(y.itemsize, outputs, (product, y))
-        grid, block = row_launch(samples, outputs // width, self.runtime.device.multiprocessors)
-        sizes = np.int32(outputs // width), np.int32(samples)
-        kernel = f"add_bias_{self.tag}_w{width}"
-        self.runtime.launch("linear", kernel, grid, block, product, self.buffers.parameters["bias"], y, *sizes)
+            samples, outputs = y.shape
+            width = pack_width(y.itemsize, outputs, (product, y))
+            grid, block = row_launch(samples, outputs // width, self.runtime.device.multiprocessors)
+            sizes = np.int32(outputs // width), np.int32(samples)
+            kernel = f"add_bias_{self.tag}_w{width}"
+            self.runtime.launch("linear", kernel, grid, block, product, self.buffers.parameters["bias"], y, *sizes)
 
     def backward_parameters(self) -> None:
         dy, gradient = self.output_grad, self.buffers.gradients["weight"]

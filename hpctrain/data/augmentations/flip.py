@@ -40,10 +40,14 @@ class Flip(WindowAugmentation):
 
     def apply(self, images: np.ndarray, u: np.ndarray, out: np.ndarray) -> None:
         for image, target, flipped in zip(images, out, (u[:, 0] < self.probability).tolist(), strict=True):
-            if flipped:
-                _mirror(image, target)
-            else:
+            if not flipped:
                 target[...] = image
+            elif image.nbytes < LEAST_FOR_OPENCV:
+                target[...] = image[:, ::-1]
+            else:
+                from hpctrain.data import opencv
+
+                opencv.mirror(image, target)
 
     def windows(self, size: tuple[int, int], u: np.ndarray) -> NDArray[np.int64]:
         flipped = u[:, 0] < self.probability
@@ -60,12 +64,3 @@ class Flip(WindowAugmentation):
         self, part: np.ndarray, source: Box, size: tuple[int, int], u: np.ndarray, region: Box, out: np.ndarray
     ) -> None:
         out[...] = part[:, ::-1] if u[0] < self.probability else part
-
-
-def _mirror(image: np.ndarray, out: np.ndarray) -> None:
-    if image.nbytes < LEAST_FOR_OPENCV:
-        out[...] = image[:, ::-1]
-        return
-    from hpctrain.data import opencv
-
-    opencv.mirror(image, out)

@@ -40,8 +40,10 @@ def opened(path: Path, images: str = "images", labels: str = "labels", layout: L
     with file:
         with _data_errors(path, "cannot be read"):
             pixels, targets = _dataset(path, file, images, "--images"), _dataset(path, file, labels, "--labels")
-            _check_memory(path, pixels)
             names = f"{pixels.name[1:]} in {path}", f"{targets.name[1:]} in {path}"
+            if pixels.chunks is not None:
+                require_memory(math.prod(pixels.chunks) * pixels.dtype.itemsize, f"A chunk of {names[0]}")
+            require_memory(math.prod(pixels.shape[1:]) * pixels.dtype.itemsize, f"An image of {names[0]}")
             if _MATLAB in pixels.attrs:
                 raise DataError(f"{names[0]} is an array of MATLAB, whose dims are in reverse order; save the arrays as an .npz.")
             first = channels_first(names[0], tuple(pixels.shape or ()), pixels.dtype, layout)
@@ -62,18 +64,6 @@ def _dataset(path: Path, file: h5py.File, key: str, option: str) -> h5py.Dataset
         more = f", and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
         raise DataError(f"{path} has no dataset {key!r} (it has {available}{more}); select one with {option}.")
     return found
-
-
-def _check_memory(path: Path, images: h5py.Dataset) -> None:
-    """Raise an error unless an image and a chunk of a dataset of images fit into memory.
-
-    Raises:
-        DataError: an image or a chunk is too large.
-    """
-    name = f"{images.name[1:]} in {path}"
-    if images.chunks is not None:
-        require_memory(math.prod(images.chunks) * images.dtype.itemsize, f"A chunk of {name}")
-    require_memory(math.prod(images.shape[1:]) * images.dtype.itemsize, f"An image of {name}")
 
 
 def _data_errors(path: Path, what: str) -> AbstractContextManager[None]:

@@ -86,7 +86,10 @@ def _lines(
     line_of: dict[Path, int] = {}
     try:
         header = [name.strip() for name in next(reader, [])]
-        places = [_column(table, header, name) for name in (columns.file, columns.label)]
+        for name in (columns.file, columns.label):
+            if name not in header:
+                raise DataError(f"{table} has no column {name!r}; {choices(name, header)}, or name the columns in --columns.")
+        places = header.index(columns.file), header.index(columns.label)
         for row in reader:
             if not row:
                 continue
@@ -105,12 +108,6 @@ def _lines(
     except csv.Error as error:
         raise DataError(f"The CSV file {table} is damaged in line {reader.line_num} ({error}); correct it.") from error
     return files, labels, faults
-
-
-def _column(table: Path, header: Sequence[str], name: str) -> int:
-    if name not in header:
-        raise DataError(f"{table} has no column {name!r}; {choices(name, header)}, or name the columns in --columns.")
-    return header.index(name)
 
 
 def _fault(name: str, label: str, path: Path, first_line: int, line: int) -> str | None:

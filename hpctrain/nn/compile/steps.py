@@ -103,7 +103,12 @@ def make_steps(graph: Graph, kernels: KernelSet, *, training: bool, input_gradie
         BackendError: the kernel set does not support a node; the message names the layer.
     """
     tensors = list(graph.tensors)
-    needs_grad = _find_gradients(graph, training, input_gradient)
+    # A tensor has a gradient if a layer before it is trained, so backward skips all layers before the first trained one.
+    needs_grad = [False] * len(graph.tensors)
+    if training:
+        needs_grad[0] = input_gradient
+        for node in graph.nodes:
+            needs_grad[node.output] = node.trains or any(needs_grad[i] for i in node.inputs)
     steps: list[PlannedStep] = []
     copies: dict[tuple[int, str], int] = {}
 
@@ -158,20 +163,6 @@ def _self_made(spec: SelfMade, inputs: tuple[TensorSpec, ...], kernels: KernelSe
             "use backend numpy or onednn."
         )
     return operator
-
-
-def _find_gradients(graph: Graph, training: bool, input_gradient: bool) -> list[bool]:
-    """Return, for each tensor of the graph, whether backward computes its gradient.
-
-    A tensor has a gradient if a layer before it is trained, so backward skips all layers before the first trained one. If
-    `input_gradient` is set and the graph is trained, all tensors have one.
-    """
-    needs_grad = [False] * len(graph.tensors)
-    if training:
-        needs_grad[0] = input_gradient
-        for node in graph.nodes:
-            needs_grad[node.output] = node.trains or any(needs_grad[i] for i in node.inputs)
-    return needs_grad
 
 
 # -- recomputation -------------------------------------------------------------------------------------------------------------

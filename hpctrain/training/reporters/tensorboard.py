@@ -61,7 +61,11 @@ class TensorBoard(Reporter):
                 attempt(file.close)
 
     def _file(self, name: str) -> EventFile:
-        return EventFile(self._directory / name, _takeover(self._done_steps + 1) if self._done_steps else [])
+        from tensorboardX.proto.event_pb2 import Event, SessionLog
+
+        # It makes TensorBoard hide records of earlier files from this step on.
+        takeover = Event(wall_time=time.time(), step=self._done_steps + 1, session_log=SessionLog(status=SessionLog.START))
+        return EventFile(self._directory / name, [takeover] if self._done_steps else [])
 
 
 def _place(kind: str, name: str, split: str) -> tuple[str, str]:
@@ -124,7 +128,10 @@ class EventFile:
         """Write the queued events. They stay in the queue until they are flushed to the disk."""
         try:
             if self._file is None:
-                self._file = self._next_file()
+                self._files += 1
+                self._directory.mkdir(parents=True, exist_ok=True)
+                suffix = f".{self._files}" if self._files > 1 else ""
+                self._file = tensorboard_writer()(str(self._directory / "events"), suffix)
             for event in self._waiting[self._written :]:
                 self._file.write_event(event)
                 self._written += 1
@@ -135,12 +142,6 @@ class EventFile:
             self._forget()
             del self._waiting[:-_MOST_WAITING]
             raise
-
-    def _next_file(self) -> Any:
-        self._files += 1
-        self._directory.mkdir(parents=True, exist_ok=True)
-        suffix = f".{self._files}" if self._files > 1 else ""
-        return tensorboard_writer()(str(self._directory / "events"), suffix)
 
     def _forget(self) -> None:
         with contextlib.suppress(OSError):
@@ -163,13 +164,6 @@ def _first_error() -> Iterator[Any]:
     yield attempt
     if errors:
         raise errors[0]
-
-
-def _takeover(step: int) -> list[Any]:
-    """Return the events that make TensorBoard hide records of earlier files from `step` on."""
-    from tensorboardX.proto.event_pb2 import Event, SessionLog
-
-    return [Event(wall_time=time.time(), step=step, session_log=SessionLog(status=SessionLog.START))]
 
 
 def tensorboard_writer() -> Any:
