@@ -211,7 +211,8 @@ def _finishing(job: Job) -> Iterator[None]:
         job.checkpoints.finish()
     except BaseException as error:
         # All ranks raise these two errors, so they can finish the checkpoint in progress, from which the user resumes. Other
-        # errors may occur on one rank only. A single rank must wait: Python may crash if it ends while a thread writes.
+        # errors may occur on one rank only. A single rank must wait: Python may crash if it ends while a thread writes. An error
+        # of the checkpoint must not hide this one.
         if job.size == 1 or isinstance(error, DivergedError | CorruptedStateError):
             with contextlib.suppress(CheckpointError):
                 job.checkpoints.finish()

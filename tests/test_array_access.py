@@ -26,7 +26,6 @@ EXCEPTIONS = {
     "hpctrain/bench/data.py: out= of np.take",  # images on the host
     "hpctrain/nn/parameter.py: out= of np.multiply",  # of what was fetched
     "hpctrain/planner/measure/calibration.py: np.copyto of target",  # measures the host
-    "hpctrain/planner/costs/operator_work.py: out= of np.matmul",  # measures the host
     # on the host
     *(f"hpctrain/training/state_hashes.py: out= of np.{name}" for name in ("add", "bitwise_xor", "multiply", "right_shift")),
     "hpctrain/planner/measure/program_timing.py: out= of np.multiply",  # batch statistics, which were fetched to be merged

@@ -307,7 +307,7 @@ def slice_bytes(least: int, total_bytes: int, ranks: int, link: LinkModel | None
     Several slices are in flight and hide each other's latency, but not their processor time: c for each of the P - 1 messages of
     a reduction and of a gather. k slices of n / k bytes cost 2 k (P - 1) c of processor time. The last slice, which nothing
     hides, takes twice (P - 1) / P n / k beta. The sum is smallest for slices of sqrt(n P c / beta) bytes. The result is the
-    nearest power of two times `least`, up to the size at which slices are always cut; this size on one rank, which sends nothing.
+    nearest power of two times `least`, up to the size at which slices are always cut. One rank sends nothing: its slices have it.
     """
     if ranks == 1:
         return max(least, _LARGEST_BYTES)

@@ -200,11 +200,11 @@ def test_no_other_size_of_small_slices_is_much_better(total: int, ranks: int, op
     assert all(_slices_cost(best, total, ranks, link) <= 1.1 * _slices_cost(size, total, ranks, link) for size in others)
 
 
-def test_without_a_measured_link_slices_are_the_least() -> None:
+def test_slices_are_the_least_without_a_link_and_the_largest_on_one_rank() -> None:
     free = LinkModel(1e-5, 1e-9)
     links = (None, LinkModel(1e-5, 0.0), free)
     assert [slice_bytes(1000, 10**9, 4, link) for link in links] == [1000] * 3
-    assert slice_bytes(1000, 10**9, 1, RULE_LINK) == 1 << 24  # one rank sends nothing, so smaller slices only cost posts
+    assert slice_bytes(1000, 10**9, 1, RULE_LINK) == 1 << 24
 
 
 def test_sizes_by_rule_are_those_of_the_documentation() -> None:

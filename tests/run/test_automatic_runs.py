@@ -391,13 +391,13 @@ def test_what_was_measured_once_on_a_quiet_machine_is_known_afterwards(tmp_path:
     assert (len(again.times), again.uses) == (len(first.times), {(1, Parallelism.BATCH)})
 
 
-def test_nodes_time_different_candidates_and_each_core_times_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Find times that rank 0 lacks, candidates that two nodes time, and ranks of a core that slow each other down."""
-    asked, of_candidate = list[tuple[int, int]](), program_timing.rank_programs
+def test_nodes_time_different_candidates_with_one_rank_per_core(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Find times that rank 0 lacks, candidates that two nodes time, and ranks that share a core and both measure."""
+    asked, original = list[tuple[int, int]](), program_timing.rank_programs
 
     def noted(job: planned.Job, candidate: Candidate) -> Iterator[program_timing.RankProgram]:
         asked.append((candidate.plan.rows, candidate.plan.cols))
-        return of_candidate(job, candidate)
+        return original(job, candidate)
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(measurement, "usable_cores", lambda cpus: 1)

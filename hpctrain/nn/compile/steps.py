@@ -103,7 +103,7 @@ def make_steps(graph: Graph, kernels: KernelSet, *, training: bool, input_gradie
         BackendError: the kernel set does not support a node; the message names the layer.
     """
     tensors = list(graph.tensors)
-    # A tensor has a gradient if a layer before it is trained, so backward skips all layers before the first trained one.
+    # Backward computes a tensor's gradient if a layer that it depends on is trained; with input_gradient, that of all tensors.
     needs_grad = [False] * len(graph.tensors)
     if training:
         needs_grad[0] = input_gradient

@@ -127,7 +127,7 @@ class CollectiveStage:
         sharers: number of ranks whose wire_bytes pass through the same card when all groups of this kind communicate at once; 1
             within a node.
         unattended_bytes: number of bytes (of wire_bytes) that move between two polls of the rank; None: all bytes of a round.
-        buffered_bytes: number of bytes of all messages of a lane that move between two polls; None: all bytes.
+        buffered_bytes: number of bytes of a rank's messages to the same ranks that move between two polls; None: all bytes.
         polls: number of polls that each round needs before its first byte moves.
         yields: whether shorter messages of the rank to the same ranks overtake the messages of the stage.
     """

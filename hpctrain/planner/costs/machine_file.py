@@ -52,7 +52,7 @@ class LinkFields(Section):
     sum_seconds: Number = Field(ge=0, description="Time of a core per byte that a reduction adds up, in seconds.")
     burst_bytes: Integer = Field(ge=0, description="Number of bytes that pass without delay after a pause.")
     buffered_bytes: Integer | None = Field(
-        default=None, gt=0, description="Number of bytes of all messages together that move between two polls; null: all bytes."
+        default=None, gt=0, description="Number of bytes of messages to the same ranks that move between two polls; null: all."
     )
 
     @field_validator("segments")
@@ -232,8 +232,8 @@ def text(machine: Machine) -> str:
     """Return the text of a machine's file."""
     values = {key: value for key, value in asdict(machine).items() if key != "sources"}
     for key in ("rates", "single_thread_rates"):
-        values[key] = {str(name): _known(rate) for name, rate in values[key].items()}
-    values |= {key: _known(values[key]) for key in ("within", "between")}
+        values[key] = {str(name): _without_none(rate) for name, rate in values[key].items()}
+    values |= {key: _without_none(values[key]) for key in ("within", "between")}
     defaults = {"single_thread_rates": {}, "node_bytes_per_second": math.inf}
     values = {key: value for key, value in values.items() if key not in defaults or value != defaults[key]}
     order = {key: _plain(values[key]) for key in MachineFields.model_fields if key in values}
@@ -241,7 +241,7 @@ def text(machine: Machine) -> str:
     return yaml.dump(with_sources, Dumper=_Dumper, sort_keys=False, width=160, allow_unicode=True)
 
 
-def _known(fields: Mapping[str, Any]) -> dict[str, Any]:
+def _without_none(fields: Mapping[str, Any]) -> dict[str, Any]:
     return {field: value for field, value in fields.items() if value is not None}
 
 

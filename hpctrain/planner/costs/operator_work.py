@@ -92,6 +92,7 @@ def _local_size(share: Transfer) -> int:
     return 0 if share.local is None else size_of(share.local[0])
 
 
+# _SLICE_ELEMENTS: weights of a rank's part of a slice of usual size
 _WARM_UP, _MOST_ELEMENTS, _SLICE_ELEMENTS = 2, 1 << 24, 1 << 19
 
 
@@ -138,10 +139,11 @@ def time_product(
 ) -> float:
     """Return the median of the times, by `clock`, of `steps` products of random matrices of `dtype`, after two warm-up products.
 
-    Rows are computed in slices, as a step does. The time of a large product follows from that of a part of its rows.
+    Rows are multiplied in slices, as in a step. The time of a large product follows from that of some of its rows.
 
     Args:
         before: callback before each product, see `TimedProgram.measure`.
+        arithmetic: host arithmetic that multiplies; None, or a device's: NumPy.
     """
     random, rows = np.random.default_rng(0), min(product.inputs, max(1, _MOST_ELEMENTS // product.outputs))
     inputs, errors = (
@@ -149,13 +151,13 @@ def time_product(
     )
     gradient = np.zeros((rows, product.outputs), dtype)
     multiply = (arithmetic if isinstance(arithmetic, HostArithmetic) else HostArithmetic()).multiply
-    part = max(1, _SLICE_ELEMENTS // product.outputs)
+    slice_rows = max(1, _SLICE_ELEMENTS // product.outputs)
     seconds = []
     for _ in range(_WARM_UP + steps):
         before()
         begin = clock()
-        for low in range(0, rows, part):
-            multiply(inputs[:, low : low + part].T, errors, gradient[low : low + part])
+        for low in range(0, rows, slice_rows):
+            multiply(inputs[:, low : low + slice_rows].T, errors, gradient[low : low + slice_rows])
         seconds.append(clock() - begin)
     return float(np.median(seconds[_WARM_UP:])) * product.inputs / rows
 

@@ -225,7 +225,7 @@ class _Layout:
     Attributes:
         node_of: node of each rank.
         local: local rank of each rank on its node.
-        cores: number of cores of the first node; inf if it does not matter.
+        cores: number of cores of the first node's ranks; inf: unknown, as many as ranks at least.
     """
 
     node_of: tuple[int, ...]
@@ -271,8 +271,8 @@ def calibrate(
     """
     node = comm.split_shared_memory("calibration on a node")
     of_all, node_of = comm.allgather_object(facts), node_numbers(comm, node)
-    on_first_node = [rank_facts for rank_facts, number in zip(of_all, node_of, strict=True) if number == node_of[0]]
-    cores = physical_cores(frozenset().union(*(rank_facts.cores for rank_facts in on_first_node)))
+    on_first_node = [one for one, number in zip(of_all, node_of, strict=True) if number == node_of[0]]
+    cores = physical_cores(frozenset().union(*(one.cores for one in on_first_node)))
     layout = _Layout(node_of, tuple(comm.allgather_object(node.rank)), cores)
     source = f"measured on {when}, {facts.processor}"
     kinds = max(1, (layout.nodes > 1) + (layout.ranks_per_node > 1))

@@ -17,6 +17,7 @@ from statistics import fmean, median
 
 import numpy as np
 
+from hpctrain.backend.host_arithmetic import HostArithmetic
 from hpctrain.comm.base import Communicator, Handle
 from hpctrain.comm.progress import ProgressEngine
 from hpctrain.planner.costs.machine import Link, LinkSegment
@@ -51,13 +52,13 @@ _POLLED_FROM = 16 << 10
 _MOST_GAP_SECONDS, _LEAST_GAP_SECONDS = 0.01, 0.5e-3
 _MOST_POLLS = 150
 _MOST_POLLED_SECONDS = 1.5
-# Computation next to which the core's time is measured: laps of products of matrices in a core's cache, because the time of these
-# varies less than that of copies through memory. Laps alone are timed first.
+# The core's time is measured next to laps: products of matrices of _EXTENT rows and columns, which stay in a core's cache, so
+# that laps vary less than copies through memory. The median of _LAPS_ALONE laps without messages is their usual time.
 _LAP_SECONDS, _EXTENT, _LAPS_ALONE = 1e-3, 192, 9
 # Messages lengthen a lap less than that; in a longer one, another program had the core.
 _LONGEST_LAP = 3
-# Messages posted together to measure how much of them moves between two polls; the link could move this share of them in a gap.
-# The gap is not longer than long operators.
+# Of `buffered_bytes`: number of messages posted together; share of them that the link can move between two polls; longest time
+# between two polls, that of a long operator. On slower links, nothing is measured.
 _BUFFERED_MESSAGES, _BUFFERED_SHARE, _LONGEST_GAP_SECONDS = 12, 1 / 3, 0.07
 # Messages that take longer are repeated fewer times.
 _SLOW_SECONDS, _REPEATS_SLOW = 0.1, 2
@@ -115,14 +116,14 @@ def _settled(passes: Sequence[Sequence[MessagePoint]], alike: float) -> bool:
 class LinkProbe:
     """Measurement of messages between two ranks.
 
-    All ranks of `all_ranks` call `measure` at the same time; ranks without a partner (`pair` is None) wait for the others.
+    All ranks of `all_ranks` call its methods at the same time; ranks without a partner (`pair` is None) wait for the others.
 
     Args:
         all_ranks: communicator of the ranks that decide together.
         pair: communicator of this rank and its partner; None: no partner.
         progress: progress engine; its queues must be idle.
         at_once: communicator of all ranks with partners if they begin together; None: each pair begins by itself.
-        clock: clock of the core's time; None: wall time.
+        clock: clock that measures the core's times of a `MessagePoint`; None: wall time.
     """
 
     def __init__(
@@ -169,14 +170,15 @@ class LinkProbe:
         return [_least(of_size) for of_size in zip(*(of_pass[: len(sizes)] for of_pass in passes), strict=True)]
 
     def buffered_bytes(self, point: MessagePoint) -> int | None:
-        """Return the bytes of many messages like `point` that move between two polls; None: all, or not measured. Collective."""
+        """Return the bytes of many messages like `point` that move between two polls; None: all, or unknown. Collective."""
         in_gap = round(_BUFFERED_SHARE * _BUFFERED_MESSAGES)
         gap, found = max(in_gap * point.next_seconds, _LEAST_GAP_SECONDS), math.inf
         if gap <= _LONGEST_GAP_SECONDS and self._pair is not None:
             polls = self._polls([self._gather(point.n_bytes) for _ in range(_BUFFERED_MESSAGES)], gap)
-            found = _BUFFERED_MESSAGES * point.n_bytes / (max(self._pair.allgather_object(polls)) - 0.5)
+            most = max(1, *self._pair.allgather_object(polls))
+            found = _BUFFERED_MESSAGES * point.n_bytes / (most - 0.5)  # the last gap is used by half on average
         found = min(self._all_ranks.allgather_object(found))
-        return None if found >= in_gap * point.n_bytes else round(found)
+        return None if found >= in_gap * point.n_bytes else round(found)  # otherwise the link is the limit, not buffers
 
     def _measure_size(self, n_bytes: int, pause_seconds: float, *, details: bool) -> MessagePoint:
         gather, reduce = self._gather(n_bytes), self._reduce(n_bytes)
@@ -212,7 +214,7 @@ class LinkProbe:
     def _seconds(self, posts: Sequence[Callable[[], Handle]], repeats: int, pause_seconds: float) -> float:
         """Return the shortest time for both ranks to post the operations together and wait for them.
 
-        A warm-up comes first if there are no pauses.
+        Without pauses, a first repeat warms up and does not count.
         """
         assert self._queue is not None
         assert self._meeting is not None
@@ -247,11 +249,12 @@ class LinkProbe:
     def _lap(self) -> tuple[Callable[[], float], float]:
         """Return a computation of about `_LAP_SECONDS`, which returns its time, and its usual time without messages."""
         product, clock = np.empty_like(self._factors[0]), self._clock or time.perf_counter
+        multiply = HostArithmetic().multiply
 
         def seconds(count: int) -> float:
             begin = clock()
             for _ in range(count):
-                np.matmul(self._factors[0], self._factors[1], out=product)
+                multiply(self._factors[0], self._factors[1], product)
             return clock() - begin
 
         self._meet()

@@ -80,8 +80,8 @@ def _memory_bytes() -> int:
 
 
 NAME = "measured at the run"
-# Pure data parallelism, and split layers on the first grids, which mix best with it: without times of all, predictions follow
-# from rates.
+# Number of candidates to time before any other: pure data parallelism, and layers under `model` on the first two grids, which mix
+# best with it. Unless all of them have times, predictions follow from rates.
 _BASIS = 3
 
 
@@ -158,7 +158,7 @@ def measured_times(
 ) -> TimedOperators:
     """Measure the operators of likely candidates while all cores compute; rank 0 stores the times. Collective over `world`.
 
-    Of ranks that share cores, only as many measure as there are cores. Nodes measure different candidates at the same time.
+    At most one thread per core measures. Groups of nodes share the candidates and measure at the same time.
 
     Args:
         memory_bytes: memory of a rank, which candidates must not exceed. None: an equal share of this node's, on a new machine.
@@ -184,28 +184,24 @@ def measured_times(
         repeats=FEW_STEPS,
         before=lambda: progress.wait_handle((comm or world).ibarrier(), "a timed step"),
     )
-    within_seconds = 1.0 if 1 < node.size < world.size else 0.0  # links within nodes take longer than those between them
+    within_seconds = 1.0 if 1 < node.size < world.size else 0.0  # is kept for the links within nodes
     budget = TimeBudget(budget_seconds - within_seconds, (comm or world).broadcast_object)
-    basis = -(-len(needed) // groups)
-    mine = None if comm is None else timed(job, candidates[group::groups], times, budget=budget, basis=basis)
-    parts = [one for one in world.allgather_object((times, mine) if comm is not None and comm.rank == 0 else None) if one]
-    covered = [one for one in candidates if any(one in part.covered for _, part in parts)]
-    timings, uses = (
-        [timing for _, part in parts for timing in part.timings],
-        {(one.plan.rows, one.plan.default) for one in covered},
-    )
-    for others, _ in parts:
-        times.add_missing(others)
-    if covered[: len(needed)] != needed:
+    timed_first = -(-len(needed) // groups)
+    own = None if comm is None else timed(job, candidates[group::groups], times, budget=budget, basis=timed_first)
+    results = world.allgather_object(None if own is None or comm is None or comm.rank else (times, own))
+    coverage = _merged([result for result in results if result is not None], candidates, times)
+    covered, timings = coverage.covered, coverage.timings
+    uses = {(one.plan.rows, one.plan.default) for one in covered}
+    if covered[: len(needed)] != tuple(needed):
         uses = set()
         if not covered and comm is not None:
             few = replace(job, batch=max(world.size, job.batch // 4))
             half = TimeBudget(budget_seconds / 2, comm.broadcast_object)
-            timings = list(timed(few, candidates[:1], OperatorTimes(times.setting), budget=half, basis=1).timings)
+            timings = timed(few, candidates[:1], OperatorTimes(times.setting), budget=half, basis=1).timings
         _log.info("a step of %s takes too long to time its operators; the choice follows from their rates", job.model)
     elif len(covered) < len(candidates):
-        others = [f"{one.plan.default} on {one.plan.rows} rows" for one in candidates if one not in covered]
-        _log.info("not searched, because there was no time or memory to time them: %s", ", ".join(others))
+        left_out = [f"{one.plan.default} on {one.plan.rows} rows" for one in candidates if one not in covered]
+        _log.info("not searched, because there was no time or memory to time them: %s", ", ".join(left_out))
     if budget.is_busy and node.size * threads <= cores:  # these times are too long for a quiet start, which would reuse them
         _log.info("other programs use the cores; the choice is for a quiet machine, and the next start times operators again")
     elif world.rank == 0:
@@ -216,6 +212,16 @@ def measured_times(
     uses |= {(rows, Parallelism.BATCH) for rows, _ in uses}
     rates = rates_from_timings(timings) if timings and world.rank == 0 else None
     return TimedOperators(times, frozenset(uses), world.broadcast_object(rates))
+
+
+def _merged(results: Sequence[tuple[OperatorTimes, Coverage]], candidates: Sequence[Candidate], times: OperatorTimes) -> Coverage:
+    """Return the coverage of all groups of nodes, with the candidates in their order, and add the times of others to `times`."""
+    for node_times, _ in results:
+        times.add_missing(node_times)
+    coverages = [coverage for _, coverage in results]
+    covered = tuple(one for one in candidates if any(one in coverage.covered for coverage in coverages))
+    timings = tuple(timing for coverage in coverages for timing in coverage.timings)
+    return Coverage(sum(coverage.programs for coverage in coverages), covered, timings)
 
 
 def _likely(job: Job, space: SearchSpace, ranks: int) -> Iterator[Candidate]:

@@ -463,8 +463,8 @@ def ensure_measured(
     timed, covered, programs, first_seconds, whole_budget = 0, list[Candidate](), list[RankProgram](), 0.0, budget.seconds
     for number, candidate in enumerate(candidates):
         found: list[RankProgram] = []
-        if basis and candidate.plan.default is Parallelism.DOMAIN:  # the second timing of the first one is worth more
-            budget.seconds = 0.8 * whole_budget
+        if basis and candidate.plan.default is Parallelism.DOMAIN:
+            budget.seconds = 0.8 * whole_budget  # the rest is for the second timing of the first candidate, which is worth more
         complete = budget.allows() and len(covered) >= min(number, basis)
         for one in rank_programs(job, candidate) if complete else ():
             if not budget.agree(one.is_known(times, edges=bool(found))):

@@ -89,7 +89,7 @@ class Lane:
     def allowed(self, unattended_seconds: float, buffered_seconds: float) -> float:
         """Return the seconds that messages may move before the next poll.
 
-        A message moves `unattended_seconds` after one test, and all messages together move `buffered_seconds` after a poll.
+        All messages together move at most `unattended_seconds` for each test of the last poll, and at most `buffered_seconds`.
         """
         return self._polled_seconds + min(self._tests * unattended_seconds, buffered_seconds) - self._moved_seconds
 

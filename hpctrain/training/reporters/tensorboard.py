@@ -63,7 +63,7 @@ class TensorBoard(Reporter):
     def _file(self, name: str) -> EventFile:
         from tensorboardX.proto.event_pb2 import Event, SessionLog
 
-        # It makes TensorBoard hide records of earlier files from this step on.
+        # This event makes TensorBoard hide records of earlier files from its step on.
         takeover = Event(wall_time=time.time(), step=self._done_steps + 1, session_log=SessionLog(status=SessionLog.START))
         return EventFile(self._directory / name, [takeover] if self._done_steps else [])
 
